@@ -11,13 +11,14 @@ O(log N) on a rank and O(N) on the busiest process.
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import socket
 import sys
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
 from functools import cache
 from math import log2
 from pathlib import Path
@@ -31,6 +32,7 @@ from fivefold.records.stragglers import RankPace, slow_ones
 from fivefold.train.callbacks.pace import exchange_steps
 
 REAL, SIMULATED = (8, 16, 64), (64, 1024, 16_384)
+OPEN = Path("/proc/self/fd")
 _SOON = 120.0  # seconds in which real processes are done
 _LATE = 10.0  # seconds after which the last rank comes to the meeting
 _SLACK = 1.5  # of a budget, for logarithms of small numbers and a clock
@@ -53,19 +55,21 @@ class Usage:
 
 
 class Cost(NamedTuple):
-    """An activity at a size: the most of any rank but the busiest process, and that process. `says`
-    is what the table adds."""
+    """An activity at a size: the most of any rank but the busiest ones, and these as one process.
+    `says` is what the table adds."""
 
     rank: Usage
     busiest: Usage
     says: str = ""
 
     @classmethod
-    def of(cls, usages: Sequence[Usage], busiest: int, says: str = "") -> Cost:
-        """From all ranks; the busiest one hosts the store, and serves the calls of all."""
-        others = [usage for rank, usage in enumerate(usages) if rank != busiest]
-        served = replace(
-            usages[busiest],
+    def of(cls, usages: Sequence[Usage], busiest: Collection[int], says: str = "") -> Cost:
+        """From all ranks; of the busiest ones, one hosts the store, and serves the calls of all."""
+        others = [usage for rank, usage in enumerate(usages) if rank not in busiest]
+        served = Usage(
+            seconds=max(usages[rank].seconds for rank in busiest),
+            open_files=max(usages[rank].open_files for rank in busiest),
+            files=max(usages[rank].files for rank in busiest),
             calls=sum(usage.calls for usage in usages),
             bytes=sum(usage.bytes for usage in usages),
         )
@@ -246,7 +250,7 @@ class ScaledJob:
         for each in self.ranks:
             each.look()
 
-    def take(self, busiest: int, says: str) -> Cost:
+    def take(self, *busiest: int, says: str = "") -> Cost:
         """What all ranks have used since the last call."""
         cost = Cost.of([each.usage for each in self.ranks], busiest, says)
         for each in self.ranks:
@@ -258,12 +262,13 @@ class ScaledJob:
 def _watched(world: int) -> tuple[ScaledJob, Cost]:
     """A job after twelve seconds in which all is well, and what these have cost."""
     job = ScaledJob.of(world)
-    job.take(0, "")
+    gc.freeze()  # no process has the objects of all ranks
+    job.take(0)
     for number in range(10):
         job.step(number + 1)
         job.tick(PATIENCE / 10)
     assert not job.notes
-    return job, job.take(0, "12 s of steps")
+    return job, job.take(0, says="12 s of steps")
 
 
 def watch(world: int) -> Cost:
@@ -277,7 +282,7 @@ def watch_round(world: int) -> Cost:
     job.step(11, behind=True)
     job.tick(PATIENCE / 10)
     job.tick(PATIENCE / 10)
-    job.take(0, "")
+    job.take(0)
     job.now += PATIENCE
     began = job.now
     while "done-1" not in job.texts:
@@ -285,7 +290,7 @@ def watch_round(world: int) -> Cost:
     (note,) = job.notes
     assert note.startswith(f"rank {job.guilty} stands still at step 11"), note
     judge = int(job.texts["round-1"].split()[-1])
-    return job.take(judge, f"named {job.now - began:.1f} s after it was missed")
+    return job.take(0, judge, says=f"named {job.now - began:.1f} s after it was missed")
 
 
 def pace(world: int) -> Cost:
@@ -320,6 +325,7 @@ def pace(world: int) -> Cost:
         row.share(local.to_row())
         rows.append(row)
         usage.seconds += time.process_time() - began
+    gc.freeze()  # no process has the objects of all ranks
     for _ in range(3):
         for row, usage in zip(rows, usages, strict=True):
             began = time.process_time()
@@ -334,7 +340,7 @@ def pace(world: int) -> Cost:
     assert found.ranks == (world // 3,)
     steps = exchange_steps(world)
     share = usages[0].seconds / (5.0 * steps)
-    return Cost.of(usages, 0, f"{share:.2%} of {steps} steps of 5 s")
+    return Cost.of(usages, [0], f"{share:.2%} of {steps} steps of 5 s")
 
 
 # Real processes: ranks that meet over torch's store, watch one another, and name one that stops.
@@ -348,7 +354,7 @@ def _real_rank(rank: int, world: int, port: int, pipe: Any) -> None:
         if kind == "note":
             notes.append(value)
 
-    began = time.process_time()
+    began, inherited = time.process_time(), len(list(OPEN.iterdir()))
     worker = Worker(rank, LaunchedMeeting(launched), send)
     inner = StoreBoard._answer
 
@@ -369,7 +375,7 @@ def _real_rank(rank: int, world: int, port: int, pipe: Any) -> None:
         number += stall is not None  # the judge of this round has named nobody yet
         time.sleep(0.5)
     usage.seconds = time.process_time() - began
-    usage.open_files = len(list(Path("/proc/self/fd").iterdir()))
+    usage.open_files = len(list(OPEN.iterdir())) - inherited
     pipe.send((usage, notes))
     pipe.recv()  # rank 0 hosts the store until all have told
     os._exit(0)
@@ -396,9 +402,10 @@ def real(world: int) -> Cost:
     for pipe, process in zip(pipes, processes, strict=True):
         pipe.send(None)
         process.join()
-    note, *_ = [note for _, notes in answers for note in notes]
+    judges = [rank for rank, (_, notes) in enumerate(answers) if notes]
+    note = answers[judges[0]][1][0]
     assert note.startswith(f"rank {world // 3} stands still"), note
-    return Cost.of([usage for usage, _ in answers], 0)
+    return Cost.of([usage for usage, _ in answers], [0, *judges])
 
 
 ACTIVITIES: dict[str, tuple[Callable[[int], Cost], tuple[int, ...]]] = {
@@ -434,7 +441,7 @@ def _row(name: str, world: int, cost: Cost) -> str:
         f"{usage.calls:,} | {usage.bytes / 1e3:,.1f} | {usage.seconds:.3f}"
         for usage in (cost.rank, cost.busiest)
     ]
-    files = f"{max(cost.rank.open_files, cost.busiest.open_files)} | {cost.busiest.files}"
+    files = f"{cost.rank.open_files}, {cost.busiest.open_files} | {cost.busiest.files}"
     return f"| {name} | {world:,} | {' | '.join(cells)} | {files} | {cost.says} |"
 
 

@@ -193,10 +193,12 @@ class Mesh:
         if self.backend == dist.Backend.NCCL:  # one call of all ranks makes the groups of all
             groups = (group for group in communicator.groups(self.topology) if len(group) > 1)
             options = nccl_options(communicator)
-            options._timeout = self._limit
             transport.expect_serial_messages()
             return dist.split_group(
-                split_ranks=[list(group) for group in groups], pg_options=options, group_desc=name
+                split_ranks=[list(group) for group in groups],
+                timeout=self._limit,
+                pg_options=options,
+                group_desc=name,
             )
         members = communicator.group(self.topology, self.rank)
         if self.alone and len(members) == 1:

@@ -252,13 +252,13 @@ def _medians_of_others(values: Sequence[float]) -> list[float | None]:
     >>> _medians_of_others([1.0, 5.0, 2.0, 9.0])
     [5.0, 2.0, 5.0, 2.0]
     """
-    order, others = sorted(range(len(values)), key=values.__getitem__), len(values) - 1
-    if others < 1:
+    order, count = sorted(range(len(values)), key=values.__getitem__), len(values) - 1
+    if count < 1:
         return [None] * len(values)
     medians: list[float | None] = [None] * len(values)
+    middle = (count // 2, count // 2 - 1 + count % 2)
     for at, index in enumerate(order):
         # The others in order are those before this one and those after it.
-        middle = (others // 2, others // 2 - 1 + others % 2)
         low, high = (values[order[number + (number >= at)]] for number in middle)
         medians[index] = (low + high) / 2
     return medians

@@ -3,13 +3,10 @@ from fivefold.launch.watch.hang import diverged as diverged
 from fivefold.launch.watch.kv_messages import FAN as FAN
 from fivefold.launch.watch.kv_messages import Board as Board
 from fivefold.launch.watch.kv_messages import FolderBoard as FolderBoard
-from fivefold.launch.watch.kv_messages import PaceRows as PaceRows
 from fivefold.launch.watch.kv_messages import StoreBoard as StoreBoard
 from fivefold.launch.watch.positions import SAVE_THREAD as SAVE_THREAD
 from fivefold.launch.watch.positions import HangVerdict as HangVerdict
 from fivefold.launch.watch.positions import ranks as ranks
-from fivefold.launch.watch.watchdog import HANG_AFTER as HANG_AFTER
-from fivefold.launch.watch.watchdog import PATIENCE as PATIENCE
 from fivefold.launch.watch.watchdog import Watchdog as Watchdog
 from fivefold.launch.watch.watchdog import read_positions as read_positions
 from fivefold.launch.watch.watchdog import watched as watched

@@ -225,14 +225,14 @@ def _first_missed(
 ) -> tuple[LoggedCollective, int] | None:
     """The first collective of one rank that another has not issued, and its number."""
     if missing is None:  # then assume the last one
-        shared = [call for call in waiting.trail if rank in call.group.members]
+        shared = [call for call in waiting.trail if rank in member_set(call.group)]
         return (shared[-1], waiting.counts[shared[-1].group]) if shared else None
     left = Counter(waiting.counts)
     left.subtract(missing.counts)
     missed_call: tuple[LoggedCollective, int] | None = None
     after: Counter[CommGroup] = Counter()
     for call in reversed(waiting.trail):
-        if rank in call.group.members and after[call.group] < left[call.group]:
+        if after[call.group] < left[call.group] and rank in member_set(call.group):
             missed_call = call, waiting.counts[call.group] - after[call.group]
         after[call.group] += 1
     return missed_call

@@ -136,7 +136,10 @@ class PaceCallback(Callback):
         return min(seconds for times in series for seconds in times), max(map(len, series))
 
     def _slow(self, mesh: Mesh, paces: list[RankPace]) -> list[Slow]:
-        known = {role for pace in paces for role in pace.waited} & ROLES.keys() - {PIPELINE, WORLD}
+        roles = {
+            role for pace in paces for role in (*pace.waited, *(what for what, _ in pace.least))
+        }
+        known = roles & ROLES.keys() - {PIPELINE, WORLD}
         for role in known - self.groups.keys():
             self.groups[role] = list(all_groups(mesh.topology, role))
         groups = {role: self.groups[role] for role in sorted(known)}
