@@ -145,7 +145,9 @@ def meeting(world: int) -> Cost:
         clock[0] += pause
     assert len(prefixes) == 1
     rate = sum(usage.calls for usage in usages) / clock[0]
-    return Cost.of(usages, 0, f"{clock[0] - _LATE:.1f} s after the last rank; {rate:,.0f} calls/s")
+    return Cost.of(
+        usages, [0], f"{clock[0] - _LATE:.1f} s after the last rank; {rate:,.0f} calls/s"
+    )
 
 
 # The watch: ranks with real watchdogs and logs on one board.
@@ -259,7 +261,7 @@ class ScaledJob:
 
 
 @cache
-def _watched(world: int) -> tuple[ScaledJob, Cost]:
+def watched(world: int) -> tuple[ScaledJob, Cost]:
     """A job after twelve seconds in which all is well, and what these have cost."""
     job = ScaledJob.of(world)
     gc.freeze()  # no process has the objects of all ranks
@@ -273,12 +275,12 @@ def _watched(world: int) -> tuple[ScaledJob, Cost]:
 
 def watch(world: int) -> Cost:
     """The watchdogs while all is well."""
-    return _watched(world)[1]
+    return watched(world)[1]
 
 
 def watch_round(world: int) -> Cost:
     """One rank stands still; one other asks all, and names it."""
-    job, _ = _watched(world)
+    job, _ = watched(world)
     job.step(11, behind=True)
     job.tick(PATIENCE / 10)
     job.tick(PATIENCE / 10)

@@ -213,8 +213,11 @@ class Mesh:
         return process_group if len(members) > 1 else None
 
     @property
-    def _limit(self) -> timedelta:
-        """How long torch waits in a collective: all groups wait as long as that of all ranks."""
+    def _limit(self) -> timedelta | None:
+        """How long torch waits in a collective: all groups wait as long as that of all ranks. None,
+        torch's usual limit, for the group of a rehearsal, in which nothing waits."""
+        if self.backend not in (dist.Backend.NCCL, dist.Backend.GLOO):
+            return None
         assert dist.group.WORLD is not None
         return dist.group.WORLD._get_backend(self.device).options._timeout
 
