@@ -20,18 +20,19 @@ import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from functools import cache
+from itertools import pairwise
 from math import log2
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from fivefold.launch.launcher import LauncherEnvironment
-from fivefold.launch.watch.kv_messages import MemoryBoard, PaceRows, StoreBoard
+from fivefold.launch.watch.kv_messages import FAN, MemoryBoard, PaceRows, StoreBoard
 from fivefold.launch.watch.watchdog import PATIENCE, RankSurroundings, Watchdog
 from fivefold.launch.worker import LaunchedMeeting, Worker, agreement, look_seconds
 from fivefold.records.stragglers import RankPace, slow_ones
 from fivefold.train.callbacks.pace import exchange_steps
 
-REAL, SIMULATED = (8, 16, 64), (64, 1024, 16_384)
+REAL, SIMULATED = (8, 16, 64, 128), (64, 1024, 16_384)
 OPEN = Path("/proc/self/fd")
 _SOON = 120.0  # seconds in which real processes are done
 _LATE = 10.0  # seconds after which the last rank comes to the meeting
@@ -321,8 +322,8 @@ def pace(world: int) -> Cost:
             {} if rank < stage else {before: messages},
             last=6,
         )
-        first = rank - rank % 32
-        block = range(first, min(first + 32, world)) if rank == first and world > 32 else range(0)
+        last = min(rank + FAN, world)
+        block = range(rank, last) if rank % FAN == 0 and world > FAN else range(0)
         row = PaceRows(CountedBoard(texts, usage), rank, range(world), block)
         row.share(local.to_row())
         rows.append(row)
@@ -422,9 +423,12 @@ ACTIVITIES: dict[str, tuple[Callable[[int], Cost], tuple[int, ...]]] = {
 
 def over_budget(name: str, costs: dict[int, Cost]) -> list[str]:
     """What grows faster than the logarithm on a rank, or than the ranks on the busiest process,
-    from each size to the next; seconds below 50 ms are noise."""
+    from each size to the next; seconds below 50 ms are noise. Up to `FAN` ranks there is no
+    tree."""
     problems: list[str] = []
-    for small, large in zip(list(costs), list(costs)[1:], strict=False):
+    for small, large in pairwise(costs):
+        if small <= FAN < large:
+            continue
         for who, growth in (("rank", log2(large) / log2(small)), ("busiest", large / small)):
             before, after = getattr(costs[small], who), getattr(costs[large], who)
             for what in Usage.__annotations__:
