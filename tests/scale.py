@@ -368,7 +368,7 @@ def _real_rank(rank: int, world: int, port: int, pipe: Any) -> None:
         return value
 
     StoreBoard._answer = answer  # type: ignore[method-assign]
-    watchdog = Watchdog(worker, world, 2.0)
+    watchdog = Watchdog(worker, world, max(2.0, world / 16))  # of cores that all share
     watchdog.phase("step 1", mark=True, alike=False)
     members = tuple(range(world))
     if rank != world // 3:
