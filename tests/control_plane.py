@@ -30,8 +30,9 @@ WORLD, PER_HOST = 1024, 8
 KINDS = ("death", "hang", "slow", "partition", "late", "two", "build", "save", "judge")
 STEPS = 2  # of the program from the step of the fault on
 END = 90.0  # virtual seconds after the fault
+HANG_AFTER = 24.0  # of most scripts; none of them has the usual one, which nothing here outlasts
 _TICK = PATIENCE / 10
-_NO_ANSWER = 10.0 + PATIENCE / 4  # seconds until a rank without its store gives up
+_NO_ANSWER = 30.0 + PATIENCE / 4  # seconds until a rank without its store gives up
 
 
 class Collective(NamedTuple):
@@ -103,6 +104,7 @@ class Script:
     decides: float = 0.0  # seconds that a judge takes once the positions are there
     judge_stops: float = inf  # seconds after which the judge of the first round is stopped
     judge_back: float = inf  # and for how long
+    hang_after: float = HANG_AFTER
 
     @classmethod
     def of(cls, seed: int) -> Script:
@@ -143,6 +145,10 @@ class SimulatedWatchdog(Watchdog):
 
     def idle_until(self) -> float:
         """Looks before this time do nothing, unless the rank or the board changes."""
+        if self._block and self._summed < self._round:
+            return 0.0
+        if self._published != self._seen or self._progress != self._seen:
+            return 0.0
         return max(self._moved_at + self.patience, self._quiet_until)
 
     def _answers(self, wanted: set[int], limit: float) -> dict[int, dict[str, Any]]:
@@ -162,7 +168,10 @@ class SimulatedRank(RankSurroundings):
         self.looks, self.alone = False, False  # in this moment; without the board
         self.looked_at = 0.0
         self.issued = 0
-        self.watchdog = SimulatedWatchdog(Worker(rank, self, self.send), WORLD, PATIENCE, self)
+        self.address, self.store = str(rank), ""
+        self.watchdog = SimulatedWatchdog(
+            Worker(rank, self, self.send), world.size, PATIENCE, self, world.script.hang_after
+        )
 
     # What a watchdog reads of its process.
     def monotonic(self) -> float:
@@ -179,19 +188,29 @@ class SimulatedRank(RankSurroundings):
     def watch(self, task: Callable[[], None]) -> None:
         return None
 
+    def probe(self, address: str) -> bool | None:
+        """A rank whose watchdog never answers again is dead; one that comes back is stopped."""
+        other = self.world.ranks[int(address)]
+        cut = self.world.script.cut
+        if self.world.parted and (self.rank in cut) != (other.rank in cut):
+            return None
+        return other.alive and not (other.stopped and self.world.never_back(other.rank))
+
     # The meeting of its worker.
     folder = None
 
-    def join(self, rank: int, world: int, device: Any) -> None:
+    def join(self, rank: int, world: int, device: Any, timeout: Any = None) -> None:
         raise AssertionError("no process group here")
 
-    def board(self) -> SimulatedBoard:
+    def board(self, on_silence: Any) -> SimulatedBoard:
         return SimulatedBoard(self)
 
     def leave(self) -> None:
         raise _Left
 
     def send(self, kind: str, value: Any) -> None:
+        if kind == "note":
+            self.world.notes.append((self.rank, value))
         if kind == "lost":
             self.world.verdicts.append((self.rank, value[0]))
             raise _Left
@@ -286,6 +305,8 @@ class World(VirtualTime):
         self.script, self.parted, self.finished = script, False, False
         self.texts: dict[str, str] = {}
         self.verdicts: list[tuple[int, int]] = []  # who said it, and who is lost
+        self.notes: list[tuple[int, str]] = []
+        self.size = WORLD
         self.parked: dict[int, SimulatedRank] = {}  # that have no look before something changes
         self._waiting: list[list[SimulatedRank]] = [[] for _ in range(turns()[1])]
         self.ranks = [SimulatedRank(rank, self) for rank in range(WORLD)]
@@ -334,6 +355,16 @@ class World(VirtualTime):
         """All ranks look again: something has changed for them."""
         for each in self.parked.values():
             self.later(each.next_look(self.now), each.wake)
+
+    def named(self) -> list[int]:
+        """The ranks of which a note says that they stand still, in order."""
+        return [int(text.split()[1]) for _, text in self.notes if text.startswith("rank ")]
+
+    def never_back(self, rank: int) -> bool:
+        """Whether a rank that is stopped stays so."""
+        if rank in self.script.silent:
+            return self.script.back > END
+        return self.script.judge_back == inf
 
     def judge_stops(self, judge: SimulatedRank) -> None:
         """The judge of the first round is stopped in it, if the script says so."""

@@ -63,9 +63,11 @@ def judged(script: Script, folder: Path) -> Finding:
     named = next(iter(on_board), None)
     unsafe += restarted(script, folder)
     # A rank that goes on soon was only slow, and nobody may be named.
-    enough = (2 if script.kind == "slow" else 1) * PATIENCE - 2
+    enough = script.hang_after - 2 if script.kind in ("slow", "late", "judge") else PATIENCE - 2
     right = named in script.ranks and script.back > enough
     right = right or (named is None and script.back < END)
+    if named is None and script.kind in ("build", "save"):  # whose limit is a later one
+        right = any(rank in script.ranks for rank in world.named())
     for each in world.ranks:
         each.watchdog.recorder.close()
     return Finding(script, named, right, unsafe)

@@ -42,7 +42,7 @@ _MOST_PRICED = 12  # candidates, the nearest
 # Said by every program itself: which data, what it saves and what it logs.
 _OF_PROGRAMS = (
     *("eval_every", "data", "loss", "save_every", "keep", "sample_every", "skip_limit"),
-    *("log", "events", "compare_every", "replay", "spike_bound"),
+    *("log", "events", "compare_every", "replay", "spike_bound", "hang_after"),
 )
 _TOGETHER = {"lora": ("lora_alpha", "lora_targets"), "eval_every": ("eval_data", "keep_best")}
 _RECOMPUTED = ("none", "norm", "act", "selective", "mlp", "experts", "attention", "full")

@@ -77,7 +77,6 @@ if TYPE_CHECKING:
 
 _MOST_RANKS = 64  # processes on one machine
 _DEVICES = ("auto", "cpu", "cuda")
-_PATIENCE = 600.0  # seconds: the watchdogs of the ranks find a hang long before
 _OWNER_SECONDS = 2.0  # in which the ranks of a launcher that was killed end
 _RESTART_SECONDS = 30.0  # in which a cluster's launcher ends the ranks before it starts others
 
@@ -357,7 +356,7 @@ def _run_ranks(
 ) -> tuple[Plan, list[TrainedRank], Check | None]:
     """Run all ranks, and start them again where one is lost and restarts are left; the plan with
     which they ended. A loss is recorded."""
-    from fivefold.launch import Pool
+    from fivefold.launch import Pool, torch_limit
     from fivefold.train import check_runs, reference_runs, run_rank
     from fivefold.train.checkpoint import latest
 
@@ -374,13 +373,15 @@ def _run_ranks(
         singles = reference_runs(plan, attempt) if options.check else []
         tasks = [(run_rank, (plan, attempt))] * world + [(run_rank, single) for single in singles]
         try:
-            with Pool(len(tasks), _PATIENCE, forwards_stop=True) as pool:
+            patience = torch_limit(settings.recipe.hang_after)
+            with Pool(len(tasks), patience, forwards_stop=True) as pool:
                 try:
                     runs = pool.run_each(tasks, on_report=records.report)
                 finally:
                     asked_to_stop = pool.stopping
             ranks, references = runs[:world], runs[world:]
-            return plan, ranks, check_runs(plan, attempt, ranks, references, _run_alone)
+            alone = partial(_run_alone, patience)
+            return plan, ranks, check_runs(plan, attempt, ranks, references, alone)
         except BaseException as error:
             if latest(path) == before:
                 files.restore_plan()
@@ -398,12 +399,12 @@ def _run_ranks(
     raise AssertionError("the last start returns or raises")
 
 
-def _run_alone(arguments: RankArguments) -> TrainedRank:
+def _run_alone(patience: float, arguments: RankArguments) -> TrainedRank:
     """Run one process more, for a check."""
     from fivefold.launch import Pool
     from fivefold.train import run_rank
 
-    with Pool(1, _PATIENCE) as pool:
+    with Pool(1, patience) as pool:
         return pool.run_each([(run_rank, arguments)])[0]
 
 

@@ -25,12 +25,14 @@ from fivefold.core import PRECISIONS, FivefoldError, Machine, RankLost, counted
 from fivefold.core import hardware as machines
 from fivefold.core.layout import Partners
 from fivefold.core.plan import Plan, PlanOptions, Recipe, resolve
+from fivefold.cost.step import save_cost
 from fivefold.launch import LauncherEnvironment, without_replica
 from fivefold.records import PlannedStep, gpu_names
 
 if TYPE_CHECKING:
     from fivefold.data import Source
     from fivefold.launch import HostKeeper, InheritedMemory, RankDevice
+    from fivefold.planner import Estimate
     from fivefold.train import RunOptions, TrainSettings
 
 # Keys that a search chooses; microbatches follow from the batch.
@@ -176,6 +178,8 @@ def settings_of(
     if report is not None and device == "cpu" and plan.machine is None:
         cpu = calibrated_cpu(report)
     estimate = estimate_of(plan, plan.options.train, cpu)
+    if estimate is not None:
+        _require_limit(plan, estimate, cpu or plan.machine)
     return TrainSettings(
         recipe=plan.options.train,
         dtype=cast("Any", dtype),
@@ -185,6 +189,20 @@ def settings_of(
         folder=folder,
         planned=None if estimate is None else PlannedStep.of(estimate),
     )
+
+
+def _require_limit(plan: Plan, estimate: Estimate, machine: Machine | None) -> None:
+    """Refuse a `hang_after` that a planned step or save would exceed."""
+    hang_after = plan.options.train.hang_after
+    phases = {"a step": estimate.step}
+    if machine is not None:
+        phases["a save"] = save_cost(plan, machine, "disk").write
+    phase, seconds = max(phases.items(), key=lambda item: item[1])
+    if 0 < hang_after < seconds:
+        raise FivefoldError(
+            f"hang_after = {hang_after:g} seconds, and {phase} is planned to take {seconds:.3g}: "
+            "give more than that, or 0 for never"
+        )
 
 
 def noted(plan: Plan, rank: RankDevice) -> Plan:

@@ -25,3 +25,4 @@ from fivefold.launch.worker import CUT_OFF as CUT_OFF
 from fivefold.launch.worker import LaunchedMeeting as LaunchedMeeting
 from fivefold.launch.worker import Worker as Worker
 from fivefold.launch.worker import joined_worker as joined_worker
+from fivefold.launch.worker import torch_limit as torch_limit

@@ -92,7 +92,7 @@ def sweep(parent: Path, prefix: str = _RANKS) -> None:
 # messages that only inform are dropped and counted; results are never.
 
 _MOST_BYTES = 16 << 20  # that wait
-_DROPPED = ("phase", "detail", "report")
+_DROPPED = ("phase", "detail", "report", "note")
 _LARGEST = 0x7FFFFFFF  # bytes of a message whose header is short
 
 
@@ -196,12 +196,16 @@ class ForkedMeeting:
     """Rendezvous of forked ranks: a folder, and connections over loopback."""
 
     folder: Path
+    address: str | None = None  # the parent sees who dies
+    store: str = ""
 
-    def join(self, rank: int, world: int, device: RankDevice) -> None:
+    def join(
+        self, rank: int, world: int, device: RankDevice, timeout: timedelta | None = None
+    ) -> None:
         store = (self.folder / "store").as_uri()
-        device.join(rank, world, timedelta(minutes=5), init_method=store)
+        device.join(rank, world, timeout or timedelta(minutes=5), init_method=store)
 
-    def board(self) -> FolderBoard:
+    def board(self, on_silence: Callable[[float], None]) -> FolderBoard:
         return FolderBoard(self.folder)
 
     def leave(self) -> None:
@@ -454,7 +458,7 @@ class Pool:
                     raise RankLost(lost, children[lost].doing, cause)
                 elif kind == "phase":
                     on_phase()
-                elif kind == "report":
+                elif kind in ("report", "note"):
                     on_report(value)
             silence = _Silence(children, self.patience, self.longest)
         if raised:
@@ -467,7 +471,7 @@ class Pool:
             kind, value = pickle.loads(child.pipe.recv_bytes())
         except (EOFError, OSError):
             raise self._death(rank, child) from None
-        child.num_messages += kind != "report"  # not every rank reports
+        child.num_messages += kind not in ("report", "note")  # not every rank reports
         if kind == "phase":
             child.phase, child.detail = value, ""
         elif kind == "detail":

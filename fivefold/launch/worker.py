@@ -22,6 +22,7 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import cached_property
 from pathlib import Path
+from threading import Thread
 from types import FrameType
 from typing import Any, NoReturn, Protocol
 
@@ -30,12 +31,16 @@ import torch.distributed as dist
 from fivefold.core import FivefoldError
 from fivefold.launch.backend import RankDevice
 from fivefold.launch.launcher import LauncherEnvironment
-from fivefold.launch.watch import Board, HangVerdict, StoreBoard, ranks, watch_launcher
+from fivefold.launch.watch import FAN, Board, HangVerdict, StoreBoard, ranks, watch_launcher
 
 ON_CPU = RankDevice()
 CUT_OFF = "cut off"  # a message: this rank cannot reach the store
 _MEETING_TIMEOUT = timedelta(minutes=10)
+_MARGIN = 120.0  # seconds for verdicts
+_NEVER = 1e6  # seconds: eleven days
 _POLL_SECONDS = 0.2  # between two looks for the name of this start
+_POLLS = 8192  # looks of all ranks together in a second
+_OFFER_LOOKS = 4  # of which one is for an offer that is newer than the one that was answered
 _BACKLOG = 2048  # connections that wait to be taken
 _CONNECT_SECONDS = 2.0  # of one attempt
 _NAMED_SECONDS = 24.0  # after which rank 0 names the ranks that it waits for
@@ -49,11 +54,23 @@ class Meeting(Protocol):
     def folder(self) -> Path | None:
         """Folder shared by ranks on one machine; None on several."""
 
-    def join(self, rank: int, world: int, device: RankDevice) -> None:
+    @property
+    def address(self) -> str | None:
+        """Where this process takes connections, from which others see that it is there; None if
+        its parent sees that."""
+
+    @property
+    def store(self) -> str:
+        """Where the store takes connections, if the board is one."""
+
+    def join(
+        self, rank: int, world: int, device: RankDevice, timeout: timedelta | None = None
+    ) -> None:
         """Create the process group of all ranks."""
 
-    def board(self) -> Board:
-        """Board of these ranks."""
+    def board(self, on_silence: Callable[[float], None]) -> Board:
+        """Board of these ranks, which calls `on_silence` with the seconds that it has not
+        answered; it raises if there is no use in waiting."""
 
     def leave(self) -> None:
         """Leave a lost run, after the verdict is published."""
@@ -62,12 +79,14 @@ class Meeting(Protocol):
 class NoMeeting:
     """Rendezvous of a single rank."""
 
-    folder = None
+    folder, address, store = None, None, ""
 
-    def join(self, rank: int, world: int, device: RankDevice) -> None:
+    def join(
+        self, rank: int, world: int, device: RankDevice, timeout: timedelta | None = None
+    ) -> None:
         raise AssertionError("a rank that is alone joins no group")
 
-    def board(self) -> Board:
+    def board(self, on_silence: Callable[[float], None]) -> Board:
         raise AssertionError("a rank that is alone needs no board")
 
     def leave(self) -> None:
@@ -132,14 +151,21 @@ class Worker:
         """Report a value before the task ends."""
         self.send("report", value)
 
+    def note(self, text: str) -> None:
+        """Say what others should know now, from any rank."""
+        self.send("note", text)
+
     def lose(self, verdict: HangVerdict) -> None:
         """End the run, and report the lost rank."""
         self.send("lost", (verdict.rank, verdict.doing, verdict.cause))
 
     @contextlib.contextmanager
-    def joined(self, world: int, device: RankDevice = ON_CPU) -> Iterator[None]:
+    def joined(
+        self, world: int, device: RankDevice = ON_CPU, hang_after: float | None = None
+    ) -> Iterator[None]:
         """Context with a process group of the first `world` ranks, on the current device of this
-        thread.
+        thread. With a watchdog that ends it after `hang_after` seconds (0: never), torch's own
+        limit is a later one.
 
         After an error the group stays up. The other ranks then wait where they are, instead of
         reporting a broken connection before the cause is known.
@@ -148,10 +174,16 @@ class Worker:
         if world == 1:
             yield
             return
-        self.meeting.join(self.rank, world, device)
+        timeout = None if hang_after is None else timedelta(seconds=torch_limit(hang_after))
+        self.meeting.join(self.rank, world, device, timeout)
         yield
         dist.barrier()
         dist.destroy_process_group()
+
+
+def torch_limit(hang_after: float) -> float:
+    """Seconds that torch, and who started the ranks, wait for what a watchdog ends before that."""
+    return max(_MEETING_TIMEOUT.total_seconds(), hang_after + _MARGIN) if hang_after else _NEVER
 
 
 # Ranks that a launcher started.
@@ -165,6 +197,32 @@ class LaunchedMeeting:
     def __init__(self, launched: LauncherEnvironment, stop: StopRequest | None = None) -> None:
         self.launched, self.stop = launched, stop or StopRequest()
 
+    @property
+    def store(self) -> str:
+        return f"{self.launched.host}:{self.launched.port}"
+
+    @cached_property
+    def address(self) -> str | None:
+        """A socket on the device that reaches the store. Its thread only takes connections. None
+        where that device is loopback and other hosts may take part: they could not reach it."""
+        family, *_, target = socket.getaddrinfo(
+            self.launched.host, self.launched.port, type=socket.SOCK_DGRAM
+        )[0]
+        with socket.socket(family, socket.SOCK_DGRAM) as route:
+            route.connect(target)
+            host = route.getsockname()[0]
+        one_host = self.launched.local_world == self.launched.world
+        if ipaddress.ip_address(host).is_loopback and not one_host:
+            return None
+        listener = socket.create_server((host, 0), family=family)
+
+        def take() -> None:
+            while True:
+                listener.accept()[0].close()
+
+        Thread(target=take, name="fivefold-alive", daemon=True).start()
+        return f"{host}:{listener.getsockname()[1]}"
+
     @cached_property
     def _store(self) -> tuple[dist.Store, str]:
         """The connection to the store, and the prefix of all keys of this start."""
@@ -172,16 +230,20 @@ class LaunchedMeeting:
         rank, world = self.launched.rank, self.launched.world
         return store, agree_on_prefix(store, rank, world, self.stop)
 
-    def join(self, rank: int, world: int, device: RankDevice) -> None:
+    def join(
+        self, rank: int, world: int, device: RankDevice, timeout: timedelta | None = None
+    ) -> None:
         assert world == self.launched.world, "all launched ranks join, or none"
         store, prefix = self._store
         group = dist.PrefixStore(f"{prefix}/group", store)
-        device.join(rank, world, _MEETING_TIMEOUT, store=group)
+        device.join(rank, world, timeout or _MEETING_TIMEOUT, store=group)
 
-    def board(self) -> StoreBoard:
+    def board(self, on_silence: Callable[[float], None]) -> StoreBoard:
         """A board with a connection of its own: a connection that waits for a key is blocked."""
         _, prefix = self._store  # after this, the store of rank 0 is up
-        return StoreBoard(dist.PrefixStore(prefix, self._connect(hosts=False)))
+        store = self._connect(hosts=False)
+        store.set_timeout(timedelta(seconds=_NEVER))  # `on_silence` decides
+        return StoreBoard(dist.PrefixStore(prefix, store), on_silence)
 
     def leave(self) -> NoReturn:
         """End this process. Rank 0 may host the store, so it waits until others have read the
@@ -247,7 +309,12 @@ def agree_on_prefix(store: dist.Store, rank: int, world: int, stop: StopRequest)
             next(agreeing)
         except StopIteration as agreed:
             return agreed.value
-        time.sleep(_POLL_SECONDS)
+        time.sleep(look_seconds(world))
+
+
+def look_seconds(world: int) -> float:
+    """Seconds between two looks of a rank: the store serves all ranks of the job."""
+    return max(_POLL_SECONDS, world / _POLLS)
 
 
 def agreement(
@@ -256,23 +323,36 @@ def agreement(
     """Agree on a prefix; yields where it would wait.
 
     torchrun reuses its store when it restarts the ranks, and each host counts restarts by itself.
-    So rank 0 offers a new prefix. Every other rank answers under it with a unique key, and rank 0
-    confirms at that key. Offers of earlier starts are never confirmed. Nobody waits inside of the
-    store, where a signal would not be heard.
+    So rank 0 offers a new prefix. Every other rank answers under it with a unique key, and is
+    confirmed at that key. Offers of earlier starts are never confirmed. The first rank of each
+    block answers for its block once all of it is there, is confirmed by rank 0, and confirms the
+    others. Nobody waits inside of the store, where a signal would not be heard.
     """
     unique = uuid.uuid4().hex
     if rank == 0:
         store.set("fivefold/offer", unique)
-        yield from _confirm(store, unique, set(range(1, world)), clock)
+        yield from _confirm(store, unique, world, clock)
         return unique
-    began, answered = clock(), ""
+    block = range(rank + 1, min(rank + FAN, world)) if rank % FAN == 0 else range(0)
+    began, offer, looks, uniques = clock(), "", 0, list[str]()
     while clock() - began < _MEETING_TIMEOUT.total_seconds():
-        offer = store.get("fivefold/offer").decode() if store.check(["fivefold/offer"]) else ""
-        if offer != answered:
-            store.set(f"fivefold/{offer}/{rank}", unique)
-            answered = offer
+        if looks % _OFFER_LOOKS == 0 or not offer:
+            newest = store.get("fivefold/offer").decode() if store.check(["fivefold/offer"]) else ""
+            if newest != offer:
+                offer, uniques = newest, []
+                if rank % FAN:
+                    store.set(f"fivefold/{offer}/{rank}", unique)
+        looks += 1
+        if offer and rank % FAN == 0 and not uniques:
+            answers = _answers(store, [f"fivefold/{offer}/{other}" for other in block])
+            if answers is not None:
+                uniques = [unique, *answers]
+                store.set(f"fivefold/{offer}/{rank}", unique)
         if store.check([f"fivefold/{unique}"]):
-            return store.get(f"fivefold/{unique}").decode()
+            prefix = store.get(f"fivefold/{unique}").decode()
+            for other in uniques[1:]:
+                store.set(f"fivefold/{other}", prefix)
+            return prefix
         yield
     raise FivefoldError(
         f"rank {rank} has waited {_MEETING_TIMEOUT} for all {world} ranks: look at those that did "
@@ -280,28 +360,44 @@ def agreement(
     )
 
 
+def _answers(store: dist.Store, keys: list[str]) -> list[str] | None:
+    """The values of all keys; None while one is not there. One call asks for all of them."""
+    if keys and not store.check(keys):
+        return None
+    return [store.get(key).decode() for key in keys]
+
+
 def _confirm(
-    store: dist.Store, unique: str, missing: set[int], clock: Callable[[], float]
+    store: dist.Store, unique: str, world: int, clock: Callable[[], float]
 ) -> Iterator[None]:
-    """Rank 0 waits for all others, and says after a while who has not come."""
+    """Rank 0 waits for its block and for the first ranks of all blocks, and says after a while who
+    has not come."""
     began, notice = clock(), False
-    while missing:
-        for other in sorted(missing):
-            if store.check([key := f"fivefold/{unique}/{other}"]):
-                store.set(f"fivefold/{store.get(key).decode()}", unique)
-                missing.discard(other)
+    first = [*range(1, min(FAN, world)), *range(FAN, world, FAN)]
+    while (answers := _answers(store, [f"fivefold/{unique}/{rank}" for rank in first])) is None:
         waited = clock() - began
-        if not missing:
-            break
         if waited > _MEETING_TIMEOUT.total_seconds():
             raise FivefoldError(
-                f"{ranks(missing)} did not come within {_MEETING_TIMEOUT}: look at their logs"
+                f"{ranks(_missing(store, unique, world))} did not come within {_MEETING_TIMEOUT}: "
+                "look at their logs"
             )
         if waited > _NAMED_SECONDS and not notice:
             notice = True
-            text = f"{ranks(missing)} did not come within {waited:.0f} s; rank 0 waits on"
+            names = ranks(_missing(store, unique, world))
+            text = f"{names} did not come within {waited:.0f} s; rank 0 waits on"
             print(f"fivefold: {text}", file=sys.stderr, flush=True)
         yield
+    for answer in answers:
+        store.set(f"fivefold/{answer}", unique)
+
+
+def _missing(store: dist.Store, unique: str, world: int) -> list[int]:
+    """The ranks that have not answered an offer; of a block without its first rank, perhaps that
+    one alone."""
+    absent = [rank for rank in range(1, world) if not store.check([f"fivefold/{unique}/{rank}"])]
+    # The first rank of a block answers when all others of it have.
+    waits = {rank - rank % FAN for rank in absent if rank % FAN}
+    return [rank for rank in absent if rank not in waits]
 
 
 def joined_worker(launched: LauncherEnvironment, on_report: Callable[[Any], None]) -> Worker:
@@ -315,6 +411,8 @@ def joined_worker(launched: LauncherEnvironment, on_report: Callable[[Any], None
             on_report(value)
         elif kind == CUT_OFF and launched.hosted:  # by torchrun
             watch_launcher(launcher, launched.host, launched.port)
+        elif kind == "note":
+            print(f"fivefold: {value}", file=sys.stderr, flush=True)
         elif kind == "lost":
             print(f"fivefold: {HangVerdict(*value)}", file=sys.stderr, flush=True)
             meeting.leave()

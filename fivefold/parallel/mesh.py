@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from datetime import timedelta
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -205,16 +206,31 @@ class Mesh:
             options = nccl_options(communicator)
             transport.expect_serial_messages()
             return dist.split_group(
-                split_ranks=[list(group) for group in groups], pg_options=options, group_desc=name
+                split_ranks=[list(group) for group in groups],
+                timeout=self._limit,
+                pg_options=options,
+                group_desc=name,
             )
         members = communicator.group(self.topology, self.rank)
         if self.alone and len(members) == 1:
             return None
         # torch names a group by how many this rank has: who meets nobody makes one as well.
         process_group = dist.new_group(
-            list(members), use_local_synchronization=True, group_desc=name
+            list(members),
+            timeout=self._limit,
+            use_local_synchronization=True,
+            group_desc=name,
         )
         return process_group if len(members) > 1 else None
+
+    @property
+    def _limit(self) -> timedelta | None:
+        """How long torch waits in a collective: all groups wait as long as that of all ranks. None,
+        torch's usual limit, for the group of a rehearsal, in which nothing waits."""
+        if self.backend not in (dist.Backend.NCCL, dist.Backend.GLOO):
+            return None
+        assert dist.group.WORLD is not None
+        return dist.group.WORLD._get_backend(self.device).options._timeout
 
     def _connect(self) -> None:
         """Send a first message over every channel, in the order in which all ranks made them."""

@@ -10,6 +10,9 @@ groups of its role; where there are none, beside its own best time of this start
 
 The least time of some steps counts, and only what is slow twice in a row is named: what is always
 slow is slow then too, and a pause is not.
+
+One rank compares all of them, from a short row of each: each list is sorted once, since many
+thousands of ranks and links are compared with the median of the others.
 """
 
 from __future__ import annotations
@@ -24,6 +27,8 @@ SHOWN_SHARE = 0.03  # what costs more is in the step line
 _SLOW_RANK = 1.1  # times its peers
 _SLOW_LINK = 1.5  # times other links
 _MOST = 4  # named at once, the dearest
+_STEPS = 6  # whose waits are in a row
+_LISTED = 4  # messages of a pair in a row
 
 Pair = tuple[int, int]  # from one rank to another
 Link = tuple[str, tuple[int, ...]]  # role and ranks
@@ -48,6 +53,69 @@ class RankPace:
     receives: Mapping[Pair, Sequence[tuple[float, float]]] = field(
         default_factory=dict[Pair, "Sequence[tuple[float, float]]"]
     )
+    # A step, where not all of them are listed.
+    messages: Mapping[Pair, int] = field(default_factory=dict[Pair, int])
+    last: int = 0  # the last of these steps
+
+    def to_row(self) -> list[Any]:
+        """A row of some hundred characters: waits that tell of links, and the newest messages of
+        each pair."""
+        steps = max(map(len, self.waited.values()), default=1)
+        unused = {"pp", "world", *(role for role, _ in self.least)}
+        sends = [
+            [*pair, [_short(time) for time in times[-_LISTED:]]]
+            for pair, times in self.sends.items()
+        ]
+        received = [
+            [
+                *pair,
+                -(-len(times) // steps),
+                *([_short(time) for time in ends[-_LISTED:]] for ends in zip(*times, strict=True)),
+            ]
+            for pair, times in self.receives.items()
+            if times
+        ]
+        return [
+            self.host,
+            self.stage,
+            _rounded(self.own),
+            _rounded(self.step),
+            {
+                role: [_rounded(seconds) for seconds in row[-_STEPS:]]
+                for role, row in self.waited.items()
+                if role not in unused
+            },
+            [[*what, _rounded(seconds), count] for what, (seconds, count) in self.least.items()],
+            sends,
+            received,
+            self.last,
+        ]
+
+    @classmethod
+    def from_row(cls, row: Sequence[Any]) -> RankPace:
+        """The pace of a row."""
+        host, stage, own, step, waited, least, sends, receives, last = row
+        return cls(
+            host,
+            stage,
+            own,
+            step,
+            waited,
+            {(role, kind): (seconds, count) for role, kind, seconds, count in least},
+            {(source, target): times for source, target, times in sends},
+            {(row[0], row[1]): list(zip(*row[3:], strict=True)) for row in receives},
+            {(row[0], row[1]): row[2] for row in receives},
+            last,
+        )
+
+
+def _rounded(seconds: float) -> float:
+    return float(f"{seconds:.4g}")
+
+
+def _short(wall: float) -> float:
+    """A moment of the wall's clock within a day or so, to the microsecond."""
+    return round(wall % 100_000, 6)
 
 
 class Slow(NamedTuple):
@@ -81,13 +149,15 @@ def _ranks(paces: Sequence[RankPace], best: dict[object, float], step: float) ->
     stages: dict[int, list[int]] = {}
     for rank, pace in enumerate(paces):
         stages.setdefault(pace.stage, []).append(rank)
-    for rank, pace in enumerate(paces):
-        peer_seconds = [paces[peer].own for peer in stages[pace.stage] if peer != rank]
-        usual = _usual(peer_seconds, pace.own, ("rank", rank), best)
-        if pace.own > _SLOW_RANK * usual:
-            beside = "its peers" if peer_seconds else "at its best"
-            text = f"rank {rank} on {pace.host} computes {pace.own / usual:.2f} times as long as "
-            yield Slow("rank", (rank,), (pace.own - usual) / step, text + beside)
+    for members in stages.values():
+        medians = _medians_of_others([paces[rank].own for rank in members])
+        for rank, peers in zip(members, medians, strict=True):
+            pace = paces[rank]
+            usual = _usual(peers, pace.own, ("rank", rank), best)
+            if pace.own > _SLOW_RANK * usual:
+                beside = "its peers" if peers is not None else "at its best"
+                text = f"rank {rank} on {pace.host} computes {pace.own / usual:.2f} times as long "
+                yield Slow("rank", (rank,), (pace.own - usual) / step, f"{text}as {beside}")
 
 
 def _hosts(paces: Sequence[RankPace], slow: Sequence[Slow]) -> Iterator[Slow]:
@@ -95,14 +165,12 @@ def _hosts(paces: Sequence[RankPace], slow: Sequence[Slow]) -> Iterator[Slow]:
     hosts: dict[str, set[int]] = {}
     for rank, pace in enumerate(paces):
         hosts.setdefault(pace.host, set()).add(rank)
-    ranks, done = {rank for suspect in slow for rank in suspect.ranks}, set[int]()
+    shares, done = {suspect.ranks[0]: suspect.share for suspect in slow}, set[int]()
     for host, members in hosts.items():
-        if len(hosts) > 1 and len(members) > 1 and members <= ranks:
-            slow_ranks = [suspect for suspect in slow if suspect.ranks[0] in members]
+        if len(hosts) > 1 and len(members) > 1 and members <= shares.keys():
             text = f"all {len(members)} ranks of {host} compute longer than their peers"
-            yield Slow(
-                "host", tuple(sorted(members)), max(suspect.share for suspect in slow_ranks), text
-            )
+            most = max(shares[rank] for rank in members)
+            yield Slow("host", tuple(sorted(members)), most, text)
             done |= members
     yield from (suspect for suspect in slow if suspect.ranks[0] not in done)
 
@@ -122,23 +190,23 @@ def _links(
     for pair, seconds, number in _messages(paces):
         times["pp", pair], weight["pp", pair] = seconds, number
         stages["pp", pair] = None  # messages of all stages have one size
-    for (role, group), seconds in times.items():
-        kind = (role, stages[role, group])
-        peer_seconds = [
-            link_seconds
-            for link, link_seconds in times.items()
-            if (link[0], stages[link]) == kind and link[1] != group
-        ]
-        usual = _usual(peer_seconds, seconds, (role, group), best)
-        if usual > 0 and seconds > _SLOW_LINK * usual:
-            share = (seconds - usual) * weight[role, group] / step
-            route = " to ".join(map(str, group)) if role == "pp" else _named(group)
-            beside = "others of its kind" if peer_seconds else "at its best"
-            yield Slow(
-                *("link", group, share),
-                f"the {role} link of ranks {route} takes {seconds / usual:.2f} times as long as "
-                f"{beside}",
-            )
+    kinds: dict[tuple[str, int | None], list[Link]] = {}
+    for link in times:
+        kinds.setdefault((link[0], stages[link]), []).append(link)
+    for links in kinds.values():
+        medians = _medians_of_others([times[link] for link in links])
+        for (role, group), peers in zip(links, medians, strict=True):
+            seconds = times[role, group]
+            usual = _usual(peers, seconds, (role, group), best)
+            if usual > 0 and seconds > _SLOW_LINK * usual:
+                share = (seconds - usual) * weight[role, group] / step
+                route = " to ".join(map(str, group)) if role == "pp" else _named(group)
+                beside = "others of its kind" if peers is not None else "at its best"
+                yield Slow(
+                    *("link", group, share),
+                    f"the {role} link of ranks {route} takes {seconds / usual:.2f} times as long "
+                    f"as {beside}",
+                )
 
 
 def _group_seconds(members: Sequence[RankPace], role: str) -> float:
@@ -160,20 +228,40 @@ def _messages(paces: Sequence[RankPace]) -> Iterator[tuple[Pair, float, int]]:
     """
     for pace in paces:
         for pair, came in pace.receives.items():
-            sent = paces[pair[0]].sends.get(pair, ())
+            sender = paces[pair[0]]
+            sent = sender.sends.get(pair, ()) if sender.last == pace.last else ()
             pairs = list(zip(sent, came, strict=False))
             if pairs:
                 took = [end - max(begun, posted) for begun, (posted, end) in pairs]
                 steps = max(map(len, pace.waited.values()), default=1)
-                yield pair, max(0.0, min(took)), -(-len(pairs) // steps)
+                count = pace.messages.get(pair, -(-len(pairs) // steps))
+                yield pair, max(0.0, min(took)), count
 
 
-def _usual(
-    peer_seconds: Sequence[float], seconds: float, key: object, best: dict[object, float]
-) -> float:
+def _usual(peers: float | None, seconds: float, key: object, best: dict[object, float]) -> float:
     """What is usual: the median of others, or the best of its own."""
+    if peers is not None:
+        return peers
     best[key] = min(seconds, best.get(key, seconds))
-    return median(peer_seconds) if peer_seconds else best[key]
+    return best[key]
+
+
+def _medians_of_others(values: Sequence[float]) -> list[float | None]:
+    """For each value the median of all others; None without others.
+
+    >>> _medians_of_others([1.0, 5.0, 2.0, 9.0])
+    [5.0, 2.0, 5.0, 2.0]
+    """
+    order, count = sorted(range(len(values)), key=values.__getitem__), len(values) - 1
+    if count < 1:
+        return [None] * len(values)
+    medians: list[float | None] = [None] * len(values)
+    middle = (count // 2, count // 2 - 1 + count % 2)
+    for at, index in enumerate(order):
+        # The others in order are those before this one and those after it.
+        low, high = (values[order[number + (number >= at)]] for number in middle)
+        medians[index] = (low + high) / 2
+    return medians
 
 
 def _named(group: Sequence[int]) -> str:

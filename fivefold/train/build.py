@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -83,10 +84,11 @@ def build_rank(
     if settings.exact:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(settings.exact)
-    # Keep compiled kernels with the run: all ranks share them, and a resumed run finds them.
+    # Keep compiled kernels with the run: ranks of a host share them, and a resumed run finds them.
     if settings.folder is not None:
         for compiler in ("TORCHINDUCTOR", "TRITON"):
-            path = settings.folder.absolute() / "kernels" / compiler.lower()
+            host = settings.folder.absolute() / "kernels" / socket.gethostname()
+            path = host / compiler.lower()
             os.environ.setdefault(f"{compiler}_CACHE_DIR", str(path))
     mesh = Mesh.of(plan, device, observers=(phases, spans, pace))
     pace.watch(mesh)

@@ -45,7 +45,6 @@ from fivefold.train.recovery import (
     LocalNumbers,
     ReplayCallback,
     RunningBound,
-    exchanged,
 )
 from fivefold.train.references import GradientSketches, ReplayedRoutes
 from fivefold.train.state import Progress, Routes, TrainedRank, TrainSettings
@@ -67,7 +66,12 @@ def run_rank(
     recipe, world = settings.recipe, plan.layout.world
     local_device = device or forked_device(settings.device, settings.backend, worker.rank, world)
     # The watchdog begins before the ranks meet, and ends before they leave one another.
-    with watched(worker, world) as watchdog, worker.joined(world, local_device), closing(watchdog):
+    joined = worker.joined(world, local_device, recipe.hang_after)
+    with (
+        watched(worker, world, hang_after=recipe.hang_after) as watchdog,
+        joined,
+        closing(watchdog),
+    ):
         folder = None if settings.folder is None else RunFolder.open(settings.folder)
         clock = StepClock.of(local_device.device, folder)
         own = [*(make() for make in callback_classes(recipe)), *settings.options.callbacks]
@@ -76,7 +80,7 @@ def run_rank(
         phases = WatchdogCallback(watchdog, PhaseLimits.of(plan, recipe, local_device.device.type))
         events = folder if recipe.events else None
         spans = SpanCallback(events, worker.rank, local_device.device, worker.report)
-        pace = PaceCallback(exchanged)
+        pace = PaceCallback(watchdog)
 
         phases.phase("build", long=True)
         with spent.on(BUILD):

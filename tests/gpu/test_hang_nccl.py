@@ -66,7 +66,7 @@ class Steps:
 def training(worker: Worker, fault: str, guilty: int) -> None:
     if fault.endswith("timed"):
         os.environ["TORCH_NCCL_ENABLE_TIMING"] = "1"
-    observed = watched(worker, 4, PATIENCE)
+    observed = watched(worker, 4, PATIENCE, 2 * PATIENCE)
     with worker.joined(4, forked_device("cuda", "nccl", worker.rank, 4)), observed as watchdog:
         steps = Steps(worker, watchdog)
         steps.step(1, allowed=SOON)  # communicators, kernels

@@ -45,6 +45,7 @@ UNCHANGING = (
     "compare_every",
     "replay",
     "spike_bound",
+    "hang_after",
 )  # change no number
 ELSEWHERE = {
     **dict.fromkeys(("lora", "lora_alpha", "lora_targets", "train_only"), "verify, and PEFT"),

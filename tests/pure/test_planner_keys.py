@@ -101,6 +101,7 @@ FREE = {
     "skip_limit": "a count",
     "compare_every": "one pass over weights and states in N steps; its cost is measured below 1%",
     "replay": "one more forward and backward in N steps: a proof, and reported as such",
+    "hang_after": "when a run that hangs is ended",
     "spike_bound": "one more step after a spike, which is rare; `docs` has how rare",
     "log": "records are written in the background",
     "callbacks": "what a user's hooks cost is not known; they run between steps",

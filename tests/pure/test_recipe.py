@@ -14,9 +14,9 @@ from fivefold.core.plan.recipe import Recipe
 from fivefold.launch.launcher import refit, without_replica
 
 
-def test_there_are_at_most_66_keys_and_none_has_two_meanings() -> None:
+def test_there_are_at_most_67_keys_and_none_has_two_meanings() -> None:
     plan, train, model = settings.plan_keys(), settings.train_keys(), list(models.keys())
-    assert len(plan) + len(train) + 2 <= 66  # and `model` and `set`
+    assert len(plan) + len(train) + 2 <= 67  # and `model` and `set`
     assert len({*plan, *train, *model}) == len([*plan, *train, *model])
 
 
@@ -53,7 +53,7 @@ def test_a_mistake_is_named_with_the_nearest(pairs: dict[str, str], words: str) 
     "wrong",
     [
         *({"steps": 0}, {"lr": 0.0}, {"clip": float("inf")}, {"offload": "nvme"}, {"keep": 0}),
-        *({"spike_bound": 0.5}, {"spike_bound": float("nan")}),
+        *({"spike_bound": 0.5}, {"spike_bound": float("nan")}, {"hang_after": -1.0}),
         *({"optimizer": "adam"}, {"callbacks": "own.py"}),
     ],
 )

@@ -55,6 +55,13 @@ def test_a_rank_that_is_back_is_not_said_to_be_silent() -> None:
     assert "has not moved" in world.texts["verdict"]
 
 
+def test_a_rank_that_is_back_before_the_limit_is_named_and_not_lost() -> None:
+    world = World(replace(script_of("late", 0.0), back=45.0, hang_after=600.0))
+    world.play()
+    assert set(world.named()) == world.script.ranks
+    assert not world.verdicts and not world.unfinished()
+
+
 def test_rounds_overlap_if_a_judge_has_had_its_time() -> None:
     world = World(script_of("death", 19.0))
     world.play()

@@ -23,7 +23,7 @@ from test_store_address import free_port
 from fivefold.launch.launcher import LauncherEnvironment
 from fivefold.launch.watch import cut_off
 from fivefold.launch.watch.kv_messages import StoreBoard
-from fivefold.launch.watch.watchdog import watched
+from fivefold.launch.watch.watchdog import RankSurroundings, watched
 from fivefold.launch.worker import LaunchedMeeting, NoMeeting, Worker, joined_worker
 
 import torch.distributed as dist  # isort: skip
@@ -38,7 +38,7 @@ def meets(rank: int, world: int, port: int, log: Path) -> None:
     worker = joined_worker(LauncherEnvironment(rank, world, rank, HOST, port), lambda _: None)
     print("waits", file=sys.stderr, flush=True)
     with patch("fivefold.launch.worker._NAMED_SECONDS", 0.5):
-        worker.meeting.board()
+        worker.meeting.board(print)
 
 
 @contextmanager
@@ -100,6 +100,10 @@ class Cable:
         self._open = pairs  # nobody hears of the end
 
 
+def give_up(seconds: float) -> None:
+    raise dist.DistNetworkError(f"no answer for {seconds:.0f} s")
+
+
 @contextmanager
 def partitioned() -> Iterator[tuple[StoreBoard, Callable[[], None]]]:
     """A board of a store behind a cable, and what cuts the cable."""
@@ -107,7 +111,7 @@ def partitioned() -> Iterator[tuple[StoreBoard, Callable[[], None]]]:
     store = here._connect(hosts=True)
     cable = Cable(here.launched.port)
     there = dist.TCPStore(HOST, cable.port, 1, False, timedelta(minutes=10))
-    yield StoreBoard(there, LIMIT), cable.cut.set
+    yield StoreBoard(there, give_up, LIMIT), cable.cut.set
     del store
 
 
@@ -134,7 +138,11 @@ def test_a_partitioned_rank_ends() -> None:
 
     with (
         partitioned() as (board, cut),
-        patch.object(NoMeeting, "board", lambda _: board),
+        patch.object(
+            NoMeeting, "board", lambda _, on_silence: StoreBoard(board.store, on_silence, LIMIT)
+        ),
+        patch.object(RankSurroundings, "probe", lambda *_: None),
+        patch("fivefold.launch.watch.watchdog._UNREACHABLE", 2 * LIMIT),
         watched(Worker(1, NoMeeting(), send), 2, patience=2.0) as watchdog,
     ):
         watchdog.phase("step 3")

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import time
 import traceback
 from collections.abc import Iterator
@@ -28,6 +29,8 @@ from fivefold.launch.processes import Pool
 from fivefold.launch.watch.kv_messages import FolderBoard
 from fivefold.launch.watch.watchdog import RankSurroundings, watched
 from fivefold.launch.worker import Worker
+from fivefold.records.steps import StepRecord
+from fivefold.render.training import step_line
 from fivefold.train import build, loop
 from fivefold.train.callbacks.watchdog import PhaseLimits, WatchdogCallback
 from fivefold.train.checkpoint.checkpoints import Checkpoints
@@ -91,11 +94,40 @@ def test_the_rank_that_hangs_is_named_in_every_phase(
 ) -> None:
     if "offload" in said:  # a synchronous save
         said = {**said, "offload": f"nvme:{tmp_path / 'states'}"}
+    said = {**said, "hang_after": 2 * PATIENCE}
     plan, settings = plan_of("dp=3", batch=3), settings_of(tmp_path / "run", **said)
     with Pool(3, patience=4 * SOON) as pool, within(SOON), pytest.raises(RankLost) as caught:
         pool.run_each([(hanging, (plan, settings, place, 1, after))] * 3)
     assert (caught.value.rank, caught.value.doing) == (1, doing), str(caught.value)
     assert "time.sleep(FOREVER)" in caught.value.cause, str(caught.value)
+
+
+def stalling(worker: Worker, plan: Plan, settings: TrainSettings) -> TrainedRank:
+    """Train; rank 1 is late once, for longer than the patience of the others."""
+    inner, times = loop.step, iter(range(1000))
+
+    def step(*args: Any, **said: Any) -> Any:
+        if worker.rank == 1 and next(times) == 1:
+            time.sleep(4 * PATIENCE)
+        return inner(*args, **said)
+
+    with impatient(), patch.object(loop, "step", step):
+        return run_rank(worker, plan, settings)
+
+
+def test_a_rank_that_stands_still_is_in_the_step_line_and_the_run_goes_on() -> None:
+    said: list[Any] = []
+    with Pool(2, patience=4 * SOON) as pool:
+        pool.run_each([(stalling, (plan_of(), settings_of()))] * 2, on_report=said.append)
+    records = [each for each in said if isinstance(each, StepRecord)]
+    note, *_ = [each for each in said if isinstance(each, str) and "stands still" in each]
+    assert said.index(note) < said.index(records[1]), "it is named while it lasts"
+    assert note.startswith("rank 1 stands still at step 2; the run goes on, and ends after 600 s")
+    (stall,) = [entry for record in records for entry in record.slow or []]
+    assert (records[1].slow, stall["what"], stall["ranks"]) == ([stall], "stall", [1])
+    assert re.search(
+        r"rank 1 stood still for \d+ s at step 2: \d+% of the", step_line(records[1], 4)
+    )
 
 
 def test_limits_follow_from_the_plan() -> None:
@@ -112,7 +144,7 @@ def test_limits_follow_from_the_plan() -> None:
 
 @pytest.mark.sample(0.2)
 def test_a_rank_alone_has_a_watchdog() -> None:
-    plan, settings = plan_of("dp=1"), settings_of()
+    plan, settings = plan_of("dp=1"), settings_of(hang_after=2 * PATIENCE)
     with Pool(1, patience=4 * SOON) as pool, within(SOON), pytest.raises(RankLost) as caught:
         pool.run_each([(hanging, (plan, settings, "step", 0, 2))])
     assert (caught.value.rank, caught.value.doing) == (0, "step 3")
@@ -137,9 +169,10 @@ def without_room(worker: Worker, plan: Plan, settings: TrainSettings) -> Trained
 def test_a_full_temporary_folder_is_said_and_tried_again() -> None:
     said: list[Any] = []
     with Pool(2, patience=4 * SOON) as pool, pytest.raises(RankLost) as caught:
-        pool.run_each([(without_room, (plan_of(), settings_of()))] * 2, on_report=said.append)
+        settings = settings_of(hang_after=2 * PATIENCE)
+        pool.run_each([(without_room, (plan_of(), settings))] * 2, on_report=said.append)
     assert (caught.value.rank, caught.value.doing) == (1, "step 2"), str(caught.value)
-    (words,) = [each for each in said if isinstance(each, str)]
+    (words,) = [each for each in said if isinstance(each, str) and "stands still" not in each]
     assert "the watchdog of rank 0 cannot write to" in words and "No space left" in words
 
 

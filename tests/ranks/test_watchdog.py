@@ -67,7 +67,7 @@ class Steps:
 
 
 def training(worker: Worker, fault: str) -> None:
-    with worker.joined(4), watched(worker, 4, PATIENCE) as watchdog:
+    with worker.joined(4), watched(worker, 4, PATIENCE, 2 * PATIENCE) as watchdog:
         steps = Steps(worker, watchdog)
         guilty = worker.rank == 2
         sizes = (16, 16, 16) if fault != "skip another size" else (64, 32, 4)
@@ -153,7 +153,7 @@ def record_of(rank: int, group: str) -> Callable[..., bytes]:
 
 
 def waiting_on_gpus(worker: Worker) -> None:
-    with worker.joined(4), watched(worker, 4, PATIENCE) as watchdog:
+    with worker.joined(4), watched(worker, 4, PATIENCE, 2 * PATIENCE) as watchdog:
         steps = Steps(worker, watchdog)
         steps.step(1)
         read = record_of(worker.rank, steps.group.group_name)
@@ -201,7 +201,7 @@ def test_a_record_is_awaited_for_as_long_as_its_process_may_read_it(delay: float
     seen: list[Any] = []
     board = MemoryBoard()
     around = LateRecord(board, delay * PATIENCE)
-    meeting = SimpleNamespace(folder=None, board=lambda: board)
+    meeting = SimpleNamespace(folder=None, address=None, board=lambda _: board)
     worker = SimpleNamespace(rank=0, meeting=meeting)
     watchdog = Watchdog(worker, 2, PATIENCE, around)  # type: ignore[arg-type]
     with (

@@ -119,7 +119,8 @@ class Recipe:
     (`core/model/tuning.py`). `dpo_beta` is that of DPO on preference pairs, 0 without. Copies of
     weights and states are compared every `compare_every` steps, and every `replay`-th step is run
     twice; 0 means never. A step also runs again if loss or norm is `spike_bound` times as far above
-    its median as is usual.
+    its median as is usual. A run ends when a rank has stood still for `hang_after` seconds; 0 means
+    never.
     """
 
     steps: int = 20
@@ -157,6 +158,7 @@ class Recipe:
     compare_every: int = 20
     replay: int = 0
     spike_bound: float = 10.0
+    hang_after: float = 600.0
 
     def __post_init__(self) -> None:
         """Refuse every impossible value in one error."""
@@ -170,6 +172,8 @@ class Recipe:
         ]
         if not self.spike_bound >= 1:
             problems.append(f"spike_bound = {self.spike_bound}: at least 1, the usual bound itself")
+        if not 0 <= self.hang_after < math.inf:
+            problems.append(f"hang_after = {self.hang_after}: seconds, or 0 for never")
         if self.warmup is not None and self.warmup < 0:
             problems.append(f"warmup = {self.warmup}: at least 0")
         if self.optimizer not in OPTIMIZERS and not is_code(self.optimizer):

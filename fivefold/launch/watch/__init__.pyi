@@ -1,5 +1,6 @@
 from fivefold.launch.watch.cut_off import watch_launcher as watch_launcher
 from fivefold.launch.watch.hang import diverged as diverged
+from fivefold.launch.watch.kv_messages import FAN as FAN
 from fivefold.launch.watch.kv_messages import Board as Board
 from fivefold.launch.watch.kv_messages import FolderBoard as FolderBoard
 from fivefold.launch.watch.kv_messages import StoreBoard as StoreBoard

@@ -27,6 +27,7 @@ from fivefold.launch.watch.positions import (
     HangVerdict,
     LoggedCollective,
     Position,
+    member_set,
     ranks,
     stands_at,
     too_long,
@@ -53,7 +54,8 @@ def verdict(
     """
     positions = with_limits(positions)
     edges = _waiting_for(positions, silent)
-    awaited = {rank for targets in edges.values() for rank in targets}
+    # Ranks that wait in one group share their targets.
+    awaited = set[int]().union(*{id(targets): targets for targets in edges.values()}.values())
     ends = sorted(awaited - set(edges))
     lost = [rank for rank in ends if rank in silent] or sorted(awaited & set(silent))
     if lost:
@@ -89,9 +91,12 @@ def diverged(positions: Mapping[int, Position], among: Sequence[int]) -> HangVer
     known = [rank for rank in among if rank in positions]
     rows = [
         known,
-        *sorted({group.members for position in positions.values() for group in position.counts}),
+        *sorted(
+            group.members
+            for group in {group for position in positions.values() for group in position.counts}
+        ),
     ]
-    pairs = [pair for row in rows for pair in pairwise(row) if positions.keys() >= set(pair)]
+    pairs = [(a, b) for row in rows for a, b in pairwise(row) if a in positions and b in positions]
     for a, b in list(dict.fromkeys((min(pair), max(pair)) for pair in pairs)):
         if trails.agree(a, b):
             continue
@@ -114,11 +119,14 @@ def diverged(positions: Mapping[int, Position], among: Sequence[int]) -> HangVer
             f"rank {a} {named_call(divergence.first, divergence.number_first)}, "
             f"rank {b} {named_call(divergence.second, divergence.number_second)}; one of them left "
             "out a call or made one too many",
+            final=True,
         )
     return None
 
 
-def _waiting_for(positions: Mapping[int, Position], silent: Collection[int]) -> dict[int, set[int]]:
+def _waiting_for(
+    positions: Mapping[int, Position], silent: Collection[int]
+) -> dict[int, frozenset[int]]:
     """For each rank, the ranks that have issued fewer collectives on one of its groups.
 
     Silent ranks wait for no other. A rank of unknown position is awaited by the ranks whose last
@@ -131,14 +139,15 @@ def _waiting_for(positions: Mapping[int, Position], silent: Collection[int]) -> 
         if rank in silent:
             continue
         last = position.trail[-1].group if position.trail else None
-        targets: set[int] = set()
+        targets = frozenset[int]()
         for group, count in position.counts.items():
             if (group_counts := counted_groups.get(group)) is None:
                 group_counts = counted_groups[group] = _GroupCounts.of(group, positions)
             if count > group_counts.least:
-                targets.update(other for other, theirs in group_counts.counts if theirs < count)
+                below = group_counts.below(count)
+                targets = targets | below if targets else below
             if group_counts.unknown and group == last:
-                targets.update(group_counts.unknown)
+                targets = targets | group_counts.unknown if targets else group_counts.unknown
         if targets:
             edges[rank] = targets
     return edges
@@ -149,14 +158,22 @@ class _GroupCounts(NamedTuple):
 
     counts: list[tuple[int, int]]
     least: int
-    unknown: list[int]
+    unknown: frozenset[int]
+    by_count: dict[int, frozenset[int]]
+
+    def below(self, count: int) -> frozenset[int]:
+        """The ranks with fewer calls."""
+        if (ranks_below := self.by_count.get(count)) is None:
+            ranks_below = frozenset(rank for rank, theirs in self.counts if theirs < count)
+            self.by_count[count] = ranks_below
+        return ranks_below
 
     @classmethod
     def of(cls, group: CommGroup, positions: Mapping[int, Position]) -> _GroupCounts:
         known = [member for member in group.members if member in positions]
         counts = [(member, positions[member].counts.get(group, 0)) for member in known]
-        unknown = [member for member in group.members if member not in positions]
-        return cls(counts, min((count for _, count in counts), default=0), unknown)
+        unknown = frozenset(member for member in group.members if member not in positions)
+        return cls(counts, min((count for _, count in counts), default=0), unknown, {})
 
 
 def first_circle(edges: Mapping[int, Collection[int]]) -> list[int]:
@@ -171,7 +188,7 @@ def first_circle(edges: Mapping[int, Collection[int]]) -> list[int]:
 
 def _missing(
     rank: int,
-    edges: Mapping[int, set[int]],
+    edges: Mapping[int, frozenset[int]],
     positions: Mapping[int, Position],
     silent: bool = False,
 ) -> HangVerdict:
@@ -208,14 +225,14 @@ def _first_missed(
 ) -> tuple[LoggedCollective, int] | None:
     """The first collective of one rank that another has not issued, and its number."""
     if missing is None:  # then assume the last one
-        shared = [call for call in waiting.trail if rank in call.group.members]
+        shared = [call for call in waiting.trail if rank in member_set(call.group)]
         return (shared[-1], waiting.counts[shared[-1].group]) if shared else None
     left = Counter(waiting.counts)
     left.subtract(missing.counts)
     missed_call: tuple[LoggedCollective, int] | None = None
     after: Counter[CommGroup] = Counter()
     for call in reversed(waiting.trail):
-        if rank in call.group.members and after[call.group] < left[call.group]:
+        if after[call.group] < left[call.group] and rank in member_set(call.group):
             missed_call = call, waiting.counts[call.group] - after[call.group]
         after[call.group] += 1
     return missed_call
@@ -229,9 +246,15 @@ class _NumberedTrails:
         self._positions = positions
         self._numbers: dict[LoggedCollective, int] = {}
         self._trails: dict[int, tuple[list[int], dict[int, CommGroup]]] = {}
+        self._same: dict[int, object] = {}
+        self._programs: dict[object, object] = {}
 
     def agree(self, a: int, b: int) -> bool:
         """Whether two ranks have issued the same on the groups that they share."""
+        # Most ranks have done the same on their own groups: of 16,384, all but the neighbours in a
+        # pipeline are compared by identity.
+        if (program := self._program(a)) is not None and program is self._program(b):
+            return True
         shared = _shared(a, self._positions[a], b, self._positions[b])
         ours, theirs = self._among(a, shared), self._among(b, shared)
         at_a, at_b = self._positions[a], self._positions[b]
@@ -239,6 +262,17 @@ class _NumberedTrails:
         ours, theirs = ours[from_a:], theirs[from_b:]
         length = min(len(ours), len(theirs))
         return ours[:length] == theirs[:length]
+
+    def _program(self, rank: int) -> object:
+        """What a rank has issued, by axes alone: one value for equal programs; None if an axis has
+        several groups."""
+        if rank not in self._same:
+            position = self._positions[rank]
+            counts = [(group.axis, n) for group, n in position.counts.items() if not group.is_pair]
+            known = len({axis for axis, _ in counts}) == len(counts)
+            program = (tuple(counts), tuple(call.label for call in position.trail))
+            self._same[rank] = self._programs.setdefault(program, program) if known else None
+        return self._same[rank]
 
     def _among(self, rank: int, shared: Collection[CommGroup]) -> list[int]:
         trail, groups = self._numbered(rank)
@@ -263,7 +297,7 @@ def _shared(a: int, at_a: Position, b: int, at_b: Position) -> set[CommGroup]:
     return {
         group
         for group in (*at_a.counts, *at_b.counts)
-        if not group.is_pair and a in group.members and b in group.members
+        if not group.is_pair and a in member_set(group) and b in member_set(group)
     }
 
 
@@ -402,6 +436,7 @@ def _skipped(
         f"has not joined {named_call(missed, number)}, which rank {other} called at "
         f"{positions[other].phase}; it went on to {issued.kind} on {issued.group.axis}"
         + stands_at(position),
+        final=True,
     )
 
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
-from collections.abc import Callable
+import socket
+import time
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from threading import Thread
@@ -11,7 +14,9 @@ from typing import Any, Protocol
 
 import torch.distributed as dist
 
-_ANSWER_SECONDS = 10.0  # in which the store answers, or its host cannot be reached
+FAN = 32  # ranks whose rows one of them sums up
+_ANSWER_SECONDS = 10.0  # in which the store answers, or somebody asks why
+_PROBE_SECONDS = 3.0  # of one connection
 
 
 class Board(Protocol):
@@ -76,11 +81,21 @@ class StoreBoard:
     """Board of ranks on several machines: torch's store.
 
     A host that the network has lost gets no answer, and torch waits for one for many minutes. So a
-    thread of its own asks the store, and who asks waits a few seconds at most.
+    thread of its own asks the store, and whoever waits for an answer calls `on_silence` every
+    `limit` seconds, which raises if the store is gone.
     """
 
-    def __init__(self, store: dist.Store, limit: float = _ANSWER_SECONDS) -> None:
-        self.store, self._limit = dist.PrefixStore("board", store), limit
+    def __init__(
+        self,
+        store: dist.Store,
+        on_silence: Callable[[float], None],
+        limit: float = _ANSWER_SECONDS,
+    ) -> None:
+        self.store, self._on_silence, self._limit = (
+            dist.PrefixStore("board", store),
+            on_silence,
+            limit,
+        )
         self._questions = SimpleQueue[tuple[Callable[[], Any], SimpleQueue[Any]]]()
         Thread(target=self._ask, name="fivefold-board", daemon=True).start()
 
@@ -96,16 +111,19 @@ class StoreBoard:
         return self._answer(lambda: self.store.compare_set(name, "", text).decode() == text)
 
     def _answer(self, question: Callable[[], Any]) -> Any:
-        """What the store says; raises torch's error if it says nothing in time."""
+        """What the store says; raises torch's error if it says nothing any more."""
         answers = SimpleQueue[Any]()
         self._questions.put((question, answers))
-        try:
-            answer = answers.get(timeout=self._limit)
-        except Empty:
-            raise dist.DistNetworkError(f"no answer for {self._limit:.0f} s") from None
-        if isinstance(answer, Exception):
-            raise answer
-        return answer
+        began = time.monotonic()
+        while True:
+            try:
+                answer = answers.get(timeout=self._limit)
+            except Empty:
+                self._on_silence(time.monotonic() - began)
+                continue
+            if isinstance(answer, Exception):
+                raise answer
+            return answer
 
     def _ask(self) -> None:
         while True:
@@ -114,3 +132,70 @@ class StoreBoard:
                 answers.put(question())
             except Exception as error:
                 answers.put(error)
+
+
+def probe(address: str) -> bool | None:
+    """Whether a process on a host takes connections, which its kernel does while it is stopped;
+    None if the host cannot be reached."""
+    host, _, port = address.rpartition(":")
+    try:
+        socket.create_connection((host, int(port)), _PROBE_SECONDS).close()
+    except ConnectionRefusedError:
+        return False
+    except OSError:
+        return None
+    return True
+
+
+# Rows of all ranks: a rank of each block sums up those of its block, so that the reader of all
+# reads few keys. The store counts a few calls for each rank, whoever reads.
+
+
+def joined_rows(rows: Mapping[int, str]) -> str:
+    """JSON texts of ranks as one."""
+    return "{" + ",".join(f'"{rank}":{row}' for rank, row in rows.items()) + "}"
+
+
+class PaceRows:
+    """Rows of all ranks on their pace, by way of the board: no step waits for them.
+
+    A cycle has three looks: each rank puts its newest row, the first of each block sums its rows
+    up, and the first rank of all reads the sums.
+    """
+
+    def __init__(self, board: Board, rank: int, members: range, block: range) -> None:
+        self.board, self.rank, self.members, self.block = board, rank, members, block
+        self._row: str | None = None
+        self._looks = 0
+        self._rows: list[Any] | None = None
+
+    def share(self, row: Any) -> None:
+        """Replace the row of this rank."""
+        self._row = json.dumps(row)
+
+    def take(self) -> list[Any] | None:
+        """On the first rank, the rows of all ranks, once."""
+        rows, self._rows = self._rows, None
+        return rows
+
+    def look(self) -> None:
+        """Go on with the cycle."""
+        if self._looks == 0:
+            row, self._row = self._row, None
+            if row is None:
+                return
+            self.board.put(f"pace-{self.rank}", row)
+        elif self._looks == 1 and self.block:
+            rows = {rank: row for rank in self.block if (row := self.board.get(f"pace-{rank}"))}
+            self.board.put(f"paces-{self.block[0] // FAN}", joined_rows(rows))
+        elif self._looks == 2 and self.rank == self.members[0]:
+            rows = self._read()
+            self._rows = rows if len(rows) == len(self.members) else None
+        self._looks = (self._looks + 1) % 3
+
+    def _read(self) -> list[Any]:
+        if len(self.members) <= FAN:
+            texts = (self.board.get(f"pace-{rank}") for rank in self.members)
+            return [json.loads(text) for text in texts if text]
+        sums = (self.board.get(f"paces-{first // FAN}") for first in self.members[::FAN])
+        return [row for text in sums if text for row in json.loads(text).values()]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import NamedTuple
 
 SAVE_THREAD = "fivefold-save"  # a name: where a rank waits for such threads, theirs is its stack
@@ -17,10 +18,57 @@ class CommGroup(NamedTuple):
     members: tuple[int, ...]
     is_pair: bool = False
 
+    def __hash__(self) -> int:
+        """Without reading all members: a judge looks a group up once for each rank."""
+        members = self.members
+        return hash((self.axis, members[0], members[-1], len(members), self.is_pair))
+
     def __str__(self) -> str:
         if self.is_pair:
             return f"{self.axis} from rank {self.members[0]} to rank {self.members[1]}"
         return f"{self.axis} ({ranks(self.members)})"
+
+
+@lru_cache(maxsize=1 << 18)
+def member_set(group: CommGroup) -> frozenset[int]:
+    """The ranks of a group, for fast lookups."""
+    return frozenset(group.members)
+
+
+def group_text(group: CommGroup) -> str:
+    """A group in some ten characters: the ranks of an axis lie at even distances on the grid.
+
+    >>> group_text(CommGroup("dp", (1, 2, 9, 10))), group_text(CommGroup("pp", (3, 7), True))
+    ('dp 1/2*1/2*8', 'pp 3>7')
+    """
+    if group.is_pair:
+        return f"{group.axis} {group.members[0]}>{group.members[1]}"
+    starts, text = group.members, ""
+    while len(starts) > 1:
+        step, count = starts[1] - starts[0], 2
+        while count < len(starts) and starts[count] - starts[count - 1] == step:
+            count += 1
+        text, starts = f"{text}/{count}*{step}", starts[::count]
+    short = f"{group.axis} {starts[0]}{text}"
+    exact = parse_group(short) == group
+    return short if exact else f"{group.axis} {','.join(map(str, group.members))}"
+
+
+@lru_cache(maxsize=1 << 18)
+def parse_group(text: str) -> CommGroup:
+    """The group of a text; the same value for the same text, since groups may be large."""
+    axis, _, members = text.rpartition(" ")
+    if ">" in members:
+        source, target = map(int, members.split(">"))
+        return CommGroup(axis, (source, target), True)
+    if "," in members:
+        return CommGroup(axis, tuple(map(int, members.split(","))))
+    first, *steps = members.split("/")
+    ranks = [int(first)]
+    for part in reversed(steps):
+        count, step = map(int, part.split("*"))
+        ranks = [start + step * number for start in ranks for number in range(count)]
+    return CommGroup(axis, tuple(ranks))
 
 
 class LoggedCollective(NamedTuple):
@@ -57,11 +105,15 @@ class Position:
 
 @dataclass(frozen=True)
 class HangVerdict:
-    """Rank that blocks the others, its phase, and the collective it has not joined."""
+    """Rank that blocks the others, its phase, and the collective it has not joined.
+
+    It is `final` if waiting cannot help: ranks have issued different collectives.
+    """
 
     rank: int
     doing: str
     cause: str
+    final: bool = False
 
     def __str__(self) -> str:
         return f"lost rank {self.rank} at {self.doing}: it {self.cause}"

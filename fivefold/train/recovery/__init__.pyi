@@ -3,7 +3,6 @@ from fivefold.train.recovery.integrity import Integrity as Integrity
 from fivefold.train.recovery.integrity import LocalNumbers as LocalNumbers
 from fivefold.train.recovery.integrity import ReplayCallback as ReplayCallback
 from fivefold.train.recovery.integrity import RunningBound as RunningBound
-from fivefold.train.recovery.integrity import exchanged as exchanged
 from fivefold.train.recovery.memory_checkpoint import MemoryCopies as MemoryCopies
 from fivefold.train.recovery.resuming import check_resume as check_resume
 from fivefold.train.recovery.resuming import nothing_left as nothing_left
