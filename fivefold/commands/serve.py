@@ -227,9 +227,8 @@ def serve(
 
     `adapters` are runs or folders of PEFT by the names that clients ask for: a dict, or texts as
     NAME=DIR. `prefill` is the layout of engines for prompts alone; `layout` is then that of engines
-    that go on with the answers. `drafts`, such as "ngram:4" or "mtp:1", proposes tokens that a step
-    verifies together; `kv` may be "fp8". `on_ready` gets the address, `log` a line for every
-    request.
+    that go on with the answers. `drafts` ("ngram:4", "mtp:1") proposes tokens that a step verifies
+    together; `kv` may be "fp8". `on_ready` gets the address, `log` a line for every request.
     """
     if not 0 <= port <= _LAST_PORT:
         raise FivefoldError(f"--port {port}: give a number from 0 to {_LAST_PORT}")

@@ -32,12 +32,12 @@ _MESSAGES = ("send", "recv")
 class _Occupied:
     """A collective that ends with its kernel."""
 
-    def __init__(self, pending: Pending, end: torch.cuda.Event) -> None:
-        self.pending, self.end = pending, end
+    def __init__(self, pending: Pending, end: torch.cuda.Event, device: torch.device) -> None:
+        self.pending, self.end, self.device = pending, end, device
 
     def wait(self) -> object:
         result = self.pending.wait()
-        self.end.wait(torch.cuda.current_stream())
+        self.end.wait(torch.cuda.current_stream(self.device))
         return result
 
     @property
@@ -73,7 +73,7 @@ class Contention:
             self.occupation.start(
                 sms, moved_bytes(record), link_seconds(self.links, record, members)
             )
-        return _Occupied(pending, stream.record_event())
+        return _Occupied(pending, stream.record_event(), self.device)
 
     def _is_near(self, members: tuple[int, ...]) -> bool:
         return members[0] // self.near == members[-1] // self.near

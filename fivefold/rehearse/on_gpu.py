@@ -117,7 +117,7 @@ class _MeasuredSteps:
         from fivefold.rehearse.contention import Contention, contended_step  # Triton needs CUDA
 
         assert self.plan.machine is not None, "refused before: links are of a machine"
-        self.mesh.stand_in = Contention(self.plan, self.plan.machine, self.device)
+        self.mesh.replace_collectives(Contention(self.plan, self.plan.machine, self.device))
         timed: list[tuple[float, ContendedStep]] = []
         for _ in range(_STEPS + 1):
             self.mesh.timer.start()
@@ -125,7 +125,7 @@ class _MeasuredSteps:
             waits = self.mesh.timer.stop().read()[1]
             seconds = self.seconds["step"][-1]
             timed.append((seconds, contended_step(seconds, waits, alone)))
-        self.mesh.stand_in = None
+        self.mesh.replace_collectives(None)
         later = sorted(timed[1:], key=lambda pair: pair[0])
         return later[len(later) // 2][1]
 

@@ -141,7 +141,7 @@ class Dispatcher:
 
     def take(self, door: DoorPeer, value: Any) -> None:
         """Take a message of a door; a `DoorBeat` says no more than that it lives."""
-        door.num_silent = 0
+        door.hear()
         if isinstance(value, BeginCall):
             self.begin(door, value)
         elif isinstance(value, EndRequest):

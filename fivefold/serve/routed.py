@@ -74,6 +74,15 @@ class DoorPeer:
         self.prompt_rows: list[PromptRow] = []
         self.num_silent = 0  # beats that are due since its last message
 
+    def count_beat(self, limit: int) -> bool:
+        """Count a beat that is due; returns whether as many as the limit have not come."""
+        self.num_silent += 1
+        return self.num_silent == limit
+
+    def hear(self) -> None:
+        """A message has come."""
+        self.num_silent = 0
+
     def send_rows(self) -> None:
         """Send what steps have drawn, in one message."""
         if self.rows or self.prompt_rows:

@@ -354,8 +354,7 @@ class ModelServer:
         while True:
             await asyncio.sleep(BEAT_S)
             for number, door in self.dispatcher.doors.items():
-                door.num_silent += 1
-                if door.num_silent == _MISSED_BEATS:
+                if door.count_beat(_MISSED_BEATS):
                     self.on_warning(f"door {number} was silent for {_MISSED_BEATS * BEAT_S:g} s")
                     with contextlib.suppress(ProcessLookupError):
                         os.kill(door.hello.pid, signal.SIGKILL)

@@ -48,7 +48,7 @@ def test_every_collective_has_a_stand_in(
 
     def of(*arguments: Any, **keys: Any) -> Mesh:
         mesh = original(*arguments, **keys)
-        mesh.stand_in = stand_in
+        mesh.replace_collectives(stand_in)
         return mesh
 
     monkeypatch.setattr(Mesh, "of", of)
