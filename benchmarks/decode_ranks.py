@@ -21,6 +21,7 @@ import math
 import sys
 import time
 import zlib
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -33,7 +34,7 @@ from fivefold.core.layout import Weight
 from fivefold.core.model.presets import load, with_overrides
 from fivefold.core.plan.plan import PlanOptions
 from fivefold.generate.engine import Shared, alone
-from fivefold.generate.layout import plan_of, share_memory
+from fivefold.generate.layout import plan_of
 from fivefold.generate.requests import Request
 from fivefold.generate.text import ByteCodec
 from fivefold.generate.text_ranks import TaskWarning, TextTask, engine_of_rank
@@ -74,15 +75,10 @@ class Waits:
         return timed
 
 
-def run_rank(worker: Worker, task: TextTask, sums: str) -> None:
+def run_rank(worker: Worker, task: TextTask) -> None:
     world, waits = task.plan.layout.world, Waits()
     own_device = forked_device(task.device, task.backend, worker.rank, world)
-    share = share_memory if sums == "symmetric" else lambda mesh: ""
-    with (
-        worker.joined(world, own_device),
-        patch("fivefold.generate.engine.alone", waits.start),
-        patch("fivefold.generate.text_ranks.share_memory", share),
-    ):
+    with worker.joined(world, own_device), patch("fivefold.generate.engine.alone", waits.start):
         torch.backends.cuda.matmul.allow_tf32 = False
         engine = engine_of_rank(worker, task, own_device.device, 2e9, 4000)
         for count in (1, 32):
@@ -118,8 +114,9 @@ def rows_of(
     world, reports = plan.layout.world, list[tuple[Any, Any]]()
     backend = choose_backend(None, device, world, num_gpus(), NcclLibrary.current())
     task = TextTask(plan, dtype, 1.0, open_weights, ByteCodec(), [], device, backend)
+    task = replace(task, symmetric=sums == "symmetric")
     with Pool(world, 150.0) as pool:
-        pool.run_each([(run_rank, (task, sums))] * world, on_report=reports.append)
+        pool.run_each([(run_rank, (task,))] * world, on_report=reports.append)
     for warning in (report for report in reports if isinstance(report, TaskWarning)):
         print(warning.reason, file=sys.stderr)
     return [report for report in reports if not isinstance(report, TaskWarning)]

@@ -58,6 +58,8 @@ class TextTask:
     adapter_ranks: tuple[int, ...] = ()  # of adapters side by side, as in `generate/adapters.py`
     drafts: DraftOptions | None = None
     kv_codes: bool = False  # keys and values in fp8
+    # Sums of tensor ranks: measured alone, not yet in decode steps on a GPU, so nobody else asks.
+    symmetric: bool = False
 
 
 @dataclass(frozen=True)
@@ -142,7 +144,7 @@ def engine_of_rank(
     worker.phase("load")
     same = task.batch_invariant
     mesh = mesh_of(plan, device, same)
-    if problem := share_memory(mesh):
+    if task.symmetric and (problem := share_memory(mesh)):
         _warn(worker, problem)
     stage = stage_of(plan, mesh, getattr(torch, task.dtype), same, fuse, task.codes)
     stage.fill(task.open_weights(partial(_warn, worker)))

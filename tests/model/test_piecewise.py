@@ -255,7 +255,7 @@ def test_blocks_are_copied_before_a_step_is_replayed(
         tensor[3] = 5.0
     seen: list[bool] = []
     graph = Mock(replay=lambda: seen.append(all(tensor[7].eq(5).all() for tensor in tensors)))
-    capture = on_gpu._Captured(Mock(), None, graph, torch.zeros(1, 4))
+    capture = on_gpu._Captured(Mock(), None, graph, torch.zeros(1, 4), None)
     monkeypatch.setattr(forward, "_capture", lambda numbers, *size: capture)
     monkeypatch.setattr(forward, "most_captured", 256)
     chunk = SequenceChunk("a", (1,), 4, (7,), samples=True)
@@ -276,7 +276,7 @@ def test_a_stage_replays_what_came_and_sends_a_copy(
     forward = on_gpu.GraphedForward(decoder, BLOCKS, ends)
     received, output = torch.zeros(1, 2, 3), torch.zeros(2, 3)
     graph = Mock(replay=lambda: output.copy_(2 * received[0]))
-    capture = on_gpu._Captured(Mock(), received, graph, output)
+    capture = on_gpu._Captured(Mock(), received, graph, output, None)
     monkeypatch.setattr(forward, "_capture", lambda numbers, *size: capture)
     monkeypatch.setattr(forward, "most_captured", 256)
     monkeypatch.setattr(Tensor, "pin_memory", lambda tensor: tensor)
