@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -38,8 +39,8 @@ from fivefold_page import Params, Progress, View
 from fivefold_page.explore.state import (
     LAYOUT,
     State,
+    chosen_state,
     job_params,
-    keys_of,
     layout_params,
     nothing_fits,
     request_of,
@@ -85,16 +86,14 @@ def ranking_view(params: Params, on_progress: Progress) -> View:
 
 
 def _ranked(job: State, result: PlanResult, notes: list[str]) -> View:
-    def state_of(plan: Plan) -> State:  # that a click on this plan opens
-        return replace(job, **keys_of(plan))
-
-    choice, *other_states = (state_of(candidate.plan) for candidate in result.plans)
+    state_of = partial(chosen_state, job)  # that a click on a plan opens
+    choice, *other_states = (state_of(candidate) for candidate in result.plans)
     states = [choice, *sorted(other_states, key=lambda state: speed_rank(state.estimate()))]
     first = choice.estimate()
-    rival = None if result.rival is None else state_of(result.rival.plan).estimate()
+    rival = None if result.rival is None else state_of(result.rival).estimate()
     # The fastest is on the front even if it took too long to be simulated twice.
     fastest = min(states, key=lambda state: state.estimate().step)
-    front = dict.fromkeys([*(state_of(candidate.plan) for candidate in result.front), fastest])
+    front = dict.fromkeys([*(state_of(candidate) for candidate in result.front), fastest])
     return {
         "candidates": result.candidates,
         "passed_over": result.passed_over,

@@ -348,6 +348,15 @@ def keys_of(plan: Plan) -> dict[str, Any]:
     }
 
 
+def chosen_state(job: State, choice: Estimate) -> State:
+    """The state that shows a plan. Its stages have as many layers as usual, for which the page has
+    a control, unless only those of the plan fit."""
+    state, sizes = replace(job, **keys_of(choice.plan)), choice.plan.stage_layers
+    if sizes is None or choice.over > 0 or state.estimate().over <= 0:
+        return state
+    return replace(state, also=f"{job.also} stage_layers={','.join(map(str, sizes))}".strip())
+
+
 def _value(name: str, text: str) -> Any:
     """The value of a key from its text."""
     if name in _COUNTS:

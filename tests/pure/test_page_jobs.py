@@ -30,8 +30,8 @@ from fivefold_page.explore import search as explore_search
 from fivefold_page.explore.state import (
     _LEAN,
     State,
+    chosen_state,
     job_params,
-    keys_of,
     nothing_fits,
     request_of,
     requested_state,
@@ -67,7 +67,7 @@ def arrive(params: dict[str, str], ways: int = 1) -> State:
             assert view["problem"] is None
             assert view["numbers"]["total"] > view["numbers"]["usable"]
         return arrive({**params, **found["ways"][0]["set"]}, ways - 1)
-    return replace(job, **keys_of(best.plan))
+    return chosen_state(job, best)
 
 
 @pytest.mark.sample(2)
@@ -189,7 +189,7 @@ def test_the_landing_page_shows_the_planners_best_at_the_degrees_of_the_run() ->
     request, run = request_of(State()), {"dp": 128, "tp": 8, "pp": 16, "cp": 1}
     fixed = {**(request.space.fixed or {}), **run}
     result = best_plans(replace(request, space=replace(request.space, fixed=fixed)), 1)
-    assert State() == replace(State(), **keys_of(result.plans[0].plan))
+    assert State() == chosen_state(State(), result.plans[0])
     assert result.plans[0].verdict != "does not fit"
 
 
