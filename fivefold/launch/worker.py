@@ -215,10 +215,11 @@ class LaunchedMeeting:
         if ipaddress.ip_address(host).is_loopback and not one_host:
             return None
         listener = socket.create_server((host, 0), family=family)
+        links: list[socket.socket] = []  # of those who look whether this process is there
 
         def take() -> None:
             while True:
-                listener.accept()[0].close()
+                links.append(listener.accept()[0])
 
         Thread(target=take, name="fivefold-alive", daemon=True).start()
         return f"{host}:{listener.getsockname()[1]}"

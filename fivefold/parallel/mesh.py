@@ -23,6 +23,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.constants import default_pg_timeout
 
 from fivefold.core.layout import (
     FEW_CHANNELS,
@@ -225,12 +226,13 @@ class Mesh:
 
     @property
     def _limit(self) -> timedelta | None:
-        """How long torch waits in a collective: all groups wait as long as that of all ranks. None,
-        torch's usual limit, for the group of a rehearsal, in which nothing waits."""
+        """How long torch waits in a collective: as long as in that of all ranks, and no less than
+        torch's usual limit. None, for the group of a rehearsal, in which nothing waits."""
         if self.backend not in (dist.Backend.NCCL, dist.Backend.GLOO):
             return None
         assert dist.group.WORLD is not None
-        return dist.group.WORLD._get_backend(self.device).options._timeout
+        limit = dist.group.WORLD._get_backend(self.device).options._timeout
+        return max(limit, default_pg_timeout)
 
     def _connect(self) -> None:
         """Send a first message over every channel, in the order in which all ranks made them."""

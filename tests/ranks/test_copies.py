@@ -21,7 +21,7 @@ from fivefold.optim.optimizer import StateInMemory
 from fivefold.train.checkpoint.folders import Facts
 from fivefold.train.checkpoint.ranks import CheckpointRanks
 from fivefold.train.checkpoint.storage import CheckpointTensor
-from fivefold.train.recovery.memory_checkpoint import MemoryCopies
+from fivefold.train.recovery.memory_checkpoint import MemoryCopies, Question, _matched
 from tests.commands import in_fork
 
 
@@ -134,6 +134,7 @@ class RankThreads(CheckpointRanks):
         self.peers = set[int]()
 
     def post(self, tensor: Tensor, rank: int) -> Callable[[], None]:
+        assert rank != self.rank, "gloo has no pair of a rank with itself"
         self.queues[self.rank, rank].put(tensor.clone())
         self.peers.add(rank)
         return lambda: None
@@ -223,3 +224,14 @@ def test_refused_before_anything_is_written(tmp_path: Path) -> None:
         done = in_fork(["train", *small, *words], tmp_path)
         assert done.returncode == 2 and rule in done.stderr, done.stderr
         assert not (tmp_path / "run").exists()
+
+
+def test_a_rank_reads_what_its_own_host_has_and_asks_another_for_the_rest() -> None:
+    """Two hosts of two ranks have half of a weight each, and every rank needs all of it."""
+    half = [{"w": (number, [(4 * number, 4 * number + 4)])} for number in range(2)]
+    needs = {"w": [(0, 8)]}
+    questions = [Question(needs, half[rank // 2] if rank % 2 == 0 else {}, 2) for rank in range(4)]
+    assert _matched(questions) == [([2], [2]), ([3], [3]), ([0], [0]), ([1], [1])]
+    # Both hosts have the same half: nobody asks for it.
+    same = [question._replace(copies=half[0] if question.copies else {}) for question in questions]
+    assert _matched(same) == [([], [])] * 4

@@ -38,6 +38,9 @@ _STILL_YOURS = {
 }
 
 
+_LONGEST_HANG = 1e9  # seconds
+
+
 @dataclass(frozen=True)
 class OptimizerKind:
     """One optimizer: what planning must know about it, and where its code is.
@@ -172,8 +175,9 @@ class Recipe:
         ]
         if not self.spike_bound >= 1:
             problems.append(f"spike_bound = {self.spike_bound}: at least 1, the usual bound itself")
-        if not 0 <= self.hang_after < math.inf:
-            problems.append(f"hang_after = {self.hang_after}: seconds, or 0 for never")
+        if not 0 <= self.hang_after <= _LONGEST_HANG:
+            rule = f"seconds, or 0 for never; at most {_LONGEST_HANG:.0e}"
+            problems.append(f"hang_after = {self.hang_after}: {rule}")
         if self.warmup is not None and self.warmup < 0:
             problems.append(f"warmup = {self.warmup}: at least 0")
         if self.optimizer not in OPTIMIZERS and not is_code(self.optimizer):

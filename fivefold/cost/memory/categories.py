@@ -533,7 +533,7 @@ def communicator_memory(
     facts = (shape.kv_heads, shape.moe is not None, bool(stack.balance), scaled)
     channels = Channels.of(machine)
     sizes = [
-        degrees_bytes(tuple(row[1:]), _inner(shape, *row[1:3], row[0]), facts, channels)
+        degrees_bytes(tuple(row[1:]), _inner(shape, row[1], row[2], row[0]), facts, channels)
         for row in degrees.tolist()
     ]
     return np.array(sizes, float)[places.ravel()].reshape(

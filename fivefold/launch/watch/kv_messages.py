@@ -16,7 +16,8 @@ import torch.distributed as dist
 
 FAN = 32  # ranks whose rows one of them sums up
 _ANSWER_SECONDS = 10.0  # in which the store answers, or somebody asks why
-_PROBE_SECONDS = 3.0  # of one connection
+_PROBE_SECONDS = 3  # to connect, and between signs of life of a connection
+_KEEP_ALIVE = ("TCP_KEEPIDLE", "TCP_KEEPINTVL", "TCP_KEEPCNT")
 
 
 class Board(Protocol):
@@ -134,17 +135,44 @@ class StoreBoard:
                 answers.put(error)
 
 
-def probe(address: str) -> bool | None:
-    """Whether a process on a host takes connections, which its kernel does while it is stopped;
-    None if the host cannot be reached."""
-    host, _, port = address.rpartition(":")
+class Probes:
+    """Whether processes of other hosts are there, stopped or not: a kernel takes connections for a
+    process that is stopped, and keeps them. One connection each stays open, since a kernel refuses
+    new ones once as many wait as the process allows."""
+
+    def __init__(self) -> None:
+        self._links: dict[str, socket.socket] = {}
+
+    def __call__(self, address: str) -> bool | None:
+        """Whether a process is there; None if its host cannot be reached."""
+        link = self._links.pop(address, None)
+        if link is not None and not _is_open(link):
+            link.close()  # its process has ended, or the network was lost: one more attempt tells
+            link = None
+        if link is None:
+            host, _, port = address.rpartition(":")
+            try:
+                link = socket.create_connection((host, int(port)), _PROBE_SECONDS)
+            except ConnectionRefusedError:
+                return False
+            except OSError:
+                return None
+            link.setblocking(False)
+            link.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            for name in _KEEP_ALIVE:  # of Linux: the connection to a host that is lost ends soon
+                if hasattr(socket, name):
+                    link.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), _PROBE_SECONDS)
+        self._links[address] = link
+        return True
+
+
+def _is_open(link: socket.socket) -> bool:
     try:
-        socket.create_connection((host, int(port)), _PROBE_SECONDS).close()
-    except ConnectionRefusedError:
-        return False
+        return bool(link.recv(1))
+    except BlockingIOError:
+        return True
     except OSError:
-        return None
-    return True
+        return False
 
 
 # Rows of all ranks: a rank of each block sums up those of its block, so that the reader of all

@@ -67,8 +67,8 @@ from fivefold.launch.watch.kv_messages import (
     Board,
     MemoryBoard,
     PaceRows,
+    Probes,
     joined_rows,
-    probe,
 )
 from fivefold.launch.watch.phases import START
 from fivefold.launch.watch.positions import (
@@ -107,7 +107,7 @@ class RankSurroundings:
     instead of the thread."""
 
     def __init__(self) -> None:
-        self._main = threading.get_ident()
+        self._main, self._probes = threading.get_ident(), Probes()
 
     def monotonic(self) -> float:
         """Seconds of a monotonic clock."""
@@ -122,8 +122,8 @@ class RankSurroundings:
         return _stack(self._main)
 
     def probe(self, address: str) -> bool | None:
-        """Whether a process takes connections; None if its host cannot be reached."""
-        return probe(address)
+        """Whether a process is there; None if its host cannot be reached."""
+        return self._probes(address)
 
     def watch(self, task: Callable[[], None]) -> threading.Thread | None:
         """Start the watchdog's thread."""
@@ -321,7 +321,7 @@ _NUM_CALLS = 1 << 18  # of all ranks together that a judge reads
 _LEAST_CALLS = 32  # of each
 _LOOKS = 4  # ticks from one look at the board to the next, while a rank makes progress
 _MOST_PAUSE = 30.0  # seconds between rounds
-_UNREACHABLE = 30.0  # seconds after which a store that the network has lost is gone
+_UNREACHABLE = 30.0  # seconds after which a store or a rank that the network has lost is gone
 _PROBED = 8  # silent ranks, of which one may be gone
 _MEETING = 600.0  # seconds in which the ranks must meet
 _LAST = 1 << 62  # the round of ranks that have ended
@@ -348,6 +348,7 @@ class Watchdog:
         self.members = range(world) if world > 1 else range(worker.rank, worker.rank + 1)
         self.folder: Path | None = worker.meeting.folder
         self._stop = threading.Event()
+        self._unreached: dict[int, float] = {}  # since when a silent rank cannot be reached
         self._said, self._store_said = False, False
         self.board: Board = worker.meeting.board(self._store_silent) if world > 1 else MemoryBoard()
         self.recorder = FlightRecorder(self.folder if world > 1 else None, worker.rank)
@@ -443,12 +444,14 @@ class Watchdog:
 
     def _store_silent(self, seconds: float) -> None:
         """Wait on for a store that is silent; raises if it is gone, or silent for too long."""
-        reached = self._around.probe(self.worker.meeting.store)
+        # One of these two ranks is not the host of the store. More would only fill its queue: they
+        # are told by an error where its process has ended, and by the end of these ranks.
+        probes = self.worker.rank in (self.members[0], self.members[-1])
+        reached = not probes or self._around.probe(self.worker.meeting.store)
         limit = self.hang_after if reached else _UNREACHABLE if reached is None else 0.0
         if self._stop.is_set() or seconds >= limit:
             raise dist.DistNetworkError(f"no answer for {seconds:.0f} s")
-        # One of these two ranks is not the host of the store.
-        if not self._store_said and self.worker.rank in (self.members[0], self.members[-1]):
+        if probes and not self._store_said:
             self._store_said = True
             self.worker.note(
                 f"the store at {self.worker.meeting.store} has not answered rank "
@@ -579,7 +582,7 @@ class Watchdog:
         if self.folder is not None:  # logs on this machine can be read without their ranks
             tables = {rank: read_log(self.folder, rank) for rank in silent}
             positions |= {rank: position_from(table) for rank, table in tables.items() if table}
-        gone = next((rank for rank in sorted(silent)[:_PROBED] if self._is_gone(rank)), None)
+        gone = next((rank for rank in self._probed(sorted(silent)) if self._is_gone(rank)), None)
         excused = {rank for rank in silent if self._may_be_silent(rank)}
         if gone is not None:
             excused = silent - {gone}
@@ -605,10 +608,21 @@ class Watchdog:
             self.worker.lose(hang)
         return ""
 
+    def _probed(self, silent: Sequence[int]) -> Sequence[int]:
+        """The silent ranks that are probed in this round: others than in the last one."""
+        first = self._round * _PROBED % max(1, len(silent))
+        return [*silent[first:], *silent[:first]][:_PROBED]
+
     def _is_gone(self, rank: int) -> bool:
-        """Whether the process of a silent rank has ended, or its host cannot be reached."""
+        """Whether the process of a silent rank has ended, or the network has lost its host for so
+        long that no message was merely dropped."""
         address = self.board.get(f"address-{rank}")
-        return address is not None and not self._around.probe(address)
+        reached = address is None or self._around.probe(address)
+        if reached is not None:
+            self._unreached.pop(rank, None)
+            return not reached
+        time_now = self._around.monotonic()
+        return time_now - self._unreached.setdefault(rank, time_now) >= _UNREACHABLE
 
     def _is_over(self, rank: int, position: Position | None) -> bool:
         """Whether a rank has stood still for too long; without a position it does not answer."""

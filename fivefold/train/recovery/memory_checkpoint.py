@@ -419,7 +419,10 @@ def _sets(boxes: Sequence[CopiedBox]) -> dict[str, tuple[int, Rows]]:
 
 def _matched(questions: list[Question]) -> list[tuple[list[int], list[int]]]:
     """For each rank: whom it asks, and who asks it. Hosts with the same boxes, and the ranks of a
-    host, take turns."""
+    host, take turns. What its own host has, a rank reads there."""
+    home: list[int] = []  # the first rank of each rank's host
+    while len(home) < len(questions):
+        home += [len(home)] * questions[len(home)].ranks
     replicas: dict[tuple[str, int], list[int]] = {}
     by_key: dict[str, list[tuple[int, int, int]]] = {}  # rows, and the checksum of their boxes
     for first, question in enumerate(questions):
@@ -442,6 +445,8 @@ def _matched(questions: list[Question]) -> list[tuple[list[int], list[int]]]:
                     number -= 1
                     if high > start:
                         firsts = replicas[key, checksum]
+                        if home[rank] in firsts:
+                            continue
                         first = firsts[rank % len(firsts)]
                         server = first + rank % questions[first].ranks
                         servers[rank].add(server)
