@@ -7,6 +7,8 @@ masks    8 layers of 8B: decode of 32 sequences and a prompt of 8k, with a cap, 
 latents  DeepSeek-V2-Lite, 8 of 27 layers: decode of 1, 32 and 64 sequences at 1k beside reading
          their weights and latents; prompts of 4k and 16k.
 long     8B: 127 short sequences, one of 60k tokens, and both together.
+mixed    8B: 64 sequences that come one after another, with prompts of 1,024 tokens and answers of
+         128: how much of the time is that of their prompts and decode steps, each measured alone.
 prompts  8B: 4,096 tokens of prompts in a step: 1, 16 or 256 of them; and 64 tokens after 16k.
 layers   80 narrow layers, of which a step is all host work: captured, and kernel by kernel.
 experts  Qwen3-30B-A3B: decode of 1 and 128 sequences at 1k beside reading the weights of the
@@ -201,6 +203,35 @@ def long() -> Iterator[Row]:
     yield {"sequences": "and one of 60k", "ms": both, "more_ms": both - alone, "worst_ms": worst}
 
 
+def mixed() -> Iterator[Row]:
+    """A request comes with every second step. Alone: its prompt, and decode steps of as many
+    sequences as there are in the median."""
+    decoder, count, new = eight(), 64, 128
+    engine = engine_of(decoder, count * (blocks_of(1024 + new) + 1), ScheduleLimits(8192, count))
+    took, sizes = 0.0, list[int]()
+    for _ in range(2):  # the first time kernels are made
+        coming = requests(decoder, count, 1024, new)
+        engine.renew()
+        torch.cuda.synchronize()
+        begin, sizes, number = time.perf_counter(), [], 0
+        while coming or engine.busy:
+            if coming and number % 2 == 0:
+                engine.add(coming.pop())
+            sizes.append(len(engine.step()))
+            number += 1
+        took = 1e3 * (time.perf_counter() - begin)
+    prompt = prompt_ms(engine, decoder, 1, 1024)
+    steps: dict[int, float] = {}
+    for sequences in (1, 8, 16, 32, 48, count):
+        engine.renew()
+        for request in requests(decoder, sequences, 1024, 40):
+            engine.add(request)
+        steps[sequences] = decode_ms(engine, sequences)
+    near = (min(steps, key=lambda known: abs(known - size)) for size in sizes if size)
+    alone = count * prompt + sum(steps[known] for known in near)
+    yield {"mixed_ms": took, "alone_ms": alone, "share": alone / took, "prompt_ms": prompt}
+
+
 def prompts() -> Iterator[Row]:
     decoder = eight()
     for count, length in ((1, 4096), (16, 256), (256, 16)):
@@ -270,6 +301,7 @@ CASES = {
     "experts": experts,
     "layers": layers,
     "long": long,
+    "mixed": mixed,
     "prompts": prompts,
     "drawing": drawing,
 }
