@@ -88,7 +88,9 @@ class MeasuredJob:
     def estimated_bytes(self) -> float:
         """Of its tensors: what torch counts as allocated."""
         parts = rank_memory(self.plan, self.setting, self.rank)
-        return sum(each for name, each in parts.items() if name not in ("context", "margin"))
+        return sum(
+            each for name, each in parts.items() if name not in ("context", "nccl", "margin")
+        )
 
     @property
     def time_error(self) -> float:

@@ -168,10 +168,11 @@ def _dispatch(layer: Layer, moe: Moe, sizes: _Sizes, tokens: int) -> Station:
 def _crossing(layer: Layer, sizes: _Sizes) -> tuple[LayerCollective, ...]:
     """Between nodes a token travels once, with its choices and their weights."""
     nodes, axis, kind = layer.plan.ep_nodes, "ep-far", "all_to_all"
-    if nodes == 1:
+    if nodes == 1 or layer.plan.shape.moe is None:
         return ()
+    counts = (layer.plan.shape.moe.experts + nodes) * COUNT
     return (
-        *layer.take(axis, kind, nodes * COUNT, "counts: rows for each node"),
+        *layer.take(axis, kind, counts, "counts: rows for each node, slots for its experts"),
         *layer.take(axis, kind, sizes.crossing, "tokens, once for each node, at most"),
         *layer.take(axis, kind, sizes.choices, "choices"),
         *layer.take(axis, kind, sizes.weights, "weights of the choices"),

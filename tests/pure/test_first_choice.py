@@ -163,7 +163,9 @@ def test_one_gpu_gets_ways_that_fit(memory: float) -> None:
     with pytest.raises(NothingFits) as error:
         best_plans(asked("llama-3.2-1b", small, 1, batch=8), 1)
     said, ways = str(error.value), [way.option for way in error.value.changes]
-    assert error.value.ways == ("--gpus 2", *ways) and all(way in said for way in ways)
+    # Of 8.3 GB, two GPUs would have too little beside NCCL's communicators.
+    gpus = "--gpus 4" if memory < 9e9 else "--gpus 2"
+    assert error.value.ways == (gpus, *ways) and all(way in said for way in ways)
     assert "--set lora=16" in ways and "offload cpu" in said and "recompute full" in said
     shorter = any("--seq" in way for way in ways)
     assert shorter == (memory > 9e9) == any("states=bf16" in way for way in ways)
@@ -210,9 +212,9 @@ def test_json_lists_the_ways_of_the_message(
     printed = capsys.readouterr()
     error = json.loads(printed.out)["error"]
     assert ended.value.code == error["exit_code"] == 2
-    assert error["ways"] == ["--gpus 2", "--set lora=16"]
+    assert error["ways"] == ["--gpus 4", "--set lora=16"]
     said = " ".join(printed.err.split())
-    assert "2 GPUs" in said and "--set lora=16 (" in said
+    assert "4 GPUs" in said and "--set lora=16 (" in said
 
 
 def test_where_nothing_helps_only_gpus_are_named() -> None:

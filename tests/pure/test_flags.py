@@ -47,7 +47,10 @@ def test_a_command_has_at_most_sixteen_flags_of_its_own(command: str) -> None:
 
 def test_plan_and_verify_have_the_flags_that_were_agreed() -> None:
     own = {"plan": OF_PLAN.split(), "verify": ["--compile", "--fp8", "--packed"]}
-    own |= {"rehearse": ["--rank"], "observe": ["--text", "--html", "--panel", "--port"]}
+    own |= {
+        "rehearse": ["--contend", "--rank"],
+        "observe": ["--text", "--html", "--panel", "--port"],
+    }
     own |= {"compare-frameworks": []}
     for command, flags in own.items():
         assert {*parameters(command)} - SHARED == {*flags}, command

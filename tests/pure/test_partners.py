@@ -73,13 +73,13 @@ def test_the_newest_step_that_all_have_is_taken() -> None:
     partners = Partners.checked(WORLD, PER_HOST, PER_HOST)
     held = both(kept(10, 0, partners), kept(15, 1, partners))
     found = newest_set(held)
-    assert found is not None and (found.step, next_slot(found)) == (15, 0)
+    assert found is not None and (found.step, next_slot(found.slot)) == (15, 0)
     torn = {
         rank: [copy for copy in copies if copy[:1] + copy[4:] != (15, 3)]
         for rank, copies in held.items()
     }
     found = newest_set(torn)
-    assert found is not None and (found.step, found.slot, next_slot(found)) == (10, 0, 1)
+    assert found is not None and (found.step, found.slot, next_slot(found.slot)) == (10, 0, 1)
 
 
 def test_copies_of_two_starts_are_not_mixed() -> None:

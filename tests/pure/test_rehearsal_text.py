@@ -35,6 +35,7 @@ class Seconds:
     step: float
     update: float
     actions: dict[str, float]
+    contended: Any = None
 
 
 def ran(rank: int, gib: float) -> Any:
@@ -76,7 +77,7 @@ def described(job: Any, **changes: Any) -> dict[str, Any]:
 
 def outlook(**gib: float) -> Any:
     memory = {name: size * GIB for name, size in gib.items()}
-    return SimpleNamespace(memory=memory, allocated=sum(memory.values()), step=0.5)
+    return SimpleNamespace(memory=memory, allocated=sum(memory.values()), step=0.5, parts={})
 
 
 def shown(table: dict[str, Any]) -> list[str]:

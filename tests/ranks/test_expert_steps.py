@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from unittest.mock import patch
 
 import pytest
@@ -67,8 +68,10 @@ class TogetherForward(DecoderForward):
         routes: RouteStore | None = None,
         drawn: DrawnTokens | None = None,
         adapters: TokenRanks | None = None,
+        kv_codes: bool = False,
     ) -> None:
-        super().__init__(model, blocks, KvCache, ends, routes, drawn, adapters)
+        make_cache = partial(KvCache, codes=kv_codes)
+        super().__init__(model, blocks, make_cache, ends, routes, drawn, adapters)
         self.group = ExpertGroup(mesh)
         assert steps == DecodeSteps(model.shape, mesh.layout, "float64"), "what it is asked of"
         dispatch_few_tokens(model, self.group, FewTokenKernels(choose, run))
