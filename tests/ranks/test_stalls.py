@@ -163,7 +163,8 @@ def test_a_rank_that_is_gone_ends_the_run_soon(tmp_path: Path) -> None:
 
 
 def test_a_store_that_is_gone_ends_the_run_soon(tmp_path: Path) -> None:
-    with running(tmp_path, SHORT) as job, patch("subprocess.Popen"):
+    # Ranks are forked with it: nobody is to end their launcher, which is this process.
+    with patch("subprocess.Popen"), running(tmp_path, SHORT) as job:
         job.wait_for("ten steps")
         job.store.kill()
         job.wait_for("the store is gone", 20 * SHORT[0])
