@@ -351,7 +351,7 @@ def test_torch_does_not_warn_of_messages_that_are_in_order(monkeypatch: pytest.M
     monkeypatch.setenv(name, "1")  # so that it is restored
     monkeypatch.delenv(name)
     topology = Topology.of(resolve(PlanOptions("tiny", layout="pp=2"), small=True))
-    rank = SimpleNamespace(topology=topology, rank=0, backend="nccl", alone=False)
+    rank = SimpleNamespace(topology=topology, rank=0, backend="nccl", alone=False, _limit=None)
     nccl = SimpleNamespace(Options=NcclOptions)
     monkeypatch.setattr(dist, "ProcessGroupNCCL", nccl, raising=False)
     monkeypatch.setattr(dist, "split_group", lambda **_: seen.append(os.environ.get(name)))

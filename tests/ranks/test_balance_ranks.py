@@ -374,9 +374,10 @@ def test_a_token_crosses_once_to_each_node_that_it_needs(pool: Pool) -> None:
     ranks, routes = everywhere(pool, plan, num_steps=1)
     crossings = sum(len({expert // 4 for expert in chosen}) for chosen in routes.values())
     assert len(routes) < crossings < TOP_K * len(routes)
-    calls = 4 * 2 * 2  # ranks, layers, microbatches: to each node, how many
+    calls = 4 * 2 * 2  # ranks, layers, microbatches
+    numbers = EXPERTS + 2  # slots of each expert, and how many rows to each node
     there_and_back = 4 * WIDTH + 3 * TOP_K  # rows; choices forward, weights forward and backward
-    assert bytes_on(ranks, "ep-far") == calls * 2 * 8 + crossings * there_and_back * 8
+    assert bytes_on(ranks, "ep-far") == (calls * numbers + crossings * there_and_back) * 8
     counts = calls * EXPERTS // 2 * 8
     assert bytes_on(ranks, "ep-near") == counts + len(routes) * TOP_K * (4 * WIDTH + 2) * 8
     assert bytes_on(ranks, "ep") == 0
