@@ -145,7 +145,8 @@ def wrong(job: Job, outcome: Outcome) -> Iterator[str]:
         yield f"{total:.2f} GiB rehearsed, {planned:.2f} planned"
     if job.gap and not above:
         yield f"the estimate is no longer too low: {job.gap} is no gap"
-    if total + rehearsed["planned_gib"]["context"] > plan.machine.memory / GIB:
+    beside = sum(rehearsed["planned_gib"].get(name, 0.0) for name in ("context", "nccl"))
+    if total + beside > plan.machine.memory / GIB:
         yield f"{total:.2f} GiB do not fit"
     if trained is not None:
         if trained["layout"] != str(plan.layout) or len(trained["steps"]) != 2:
