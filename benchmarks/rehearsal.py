@@ -123,7 +123,7 @@ def joined(paths: list[Path]) -> list[dict[str, Any]]:
 def planned(plan: Plan, setting: EstimateSetting, rank: int) -> float:
     """Bytes that tensors of a rank have."""
     parts = rank_memory(plan, setting, rank)
-    return sum(each for name, each in parts.items() if name not in ("context", "margin"))
+    return sum(each for name, each in parts.items() if name not in ("context", "nccl", "margin"))
 
 
 def table(paths: list[Path]) -> None:

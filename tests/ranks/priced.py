@@ -25,6 +25,7 @@ from fivefold.cost.traffic.layers import (
     tensor_ends,
     weight_maxima,
 )
+from fivefold.planner.estimate import rank_memory
 from fivefold.planner.setting import EstimateSetting, plan_arguments
 
 Key = tuple[str, str]  # axis and kind
@@ -99,3 +100,9 @@ def _count(found: defaultdict[Key, list[float]], key: Key, size: float, calls: f
 
 def _number(array: object) -> float:
     return float(np.asarray(array).item())
+
+
+def planned_bytes(plan: Plan, setting: EstimateSetting, rank: int) -> float:
+    """Bytes that tensors of a rank have at its peak."""
+    memory = rank_memory(plan, setting, rank)
+    return sum(size for name, size in memory.items() if name not in ("context", "nccl", "margin"))

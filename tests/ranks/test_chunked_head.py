@@ -15,11 +15,11 @@ from fivefold.core.plan.recipe import Recipe
 from fivefold.launch.processes import Pool
 from fivefold.launch.worker import Worker
 from fivefold.model.head import GradientsInForward
-from fivefold.planner.estimate import rank_memory
 from fivefold.planner.setting import estimate_setting
 from fivefold.rehearse.rank import rehearse_rank
 from fivefold.verify.runs import VerifiedRank, VerifySettings, run_rank, run_reference
 from fivefold.verify.trial import judge
+from tests.ranks.priced import planned_bytes
 
 FEW = 2**11  # logits of a chunk
 LAYOUTS: tuple[tuple[str, dict[str, Any], dict[str, str]], ...] = (
@@ -94,9 +94,8 @@ def test_a_rank_holds_one_chunk_of_logits(
     peaks: list[int] = []
     for most in (splits.MOST_LOGITS, 2**50):
         with patch.object(splits, "MOST_LOGITS", most):
-            memory = rank_memory(plan, setting, rank)
+            planned = planned_bytes(plan, setting, rank)
             peaks.append(rehearse_rank(plan, rank, None).peak)
-        planned = sum(memory.values()) - memory["context"] - memory["margin"]
         assert planned == pytest.approx(peaks[-1], rel=0.01)
     deferred = said.get("schedule") == "zb-h1"
     assert peaks[0] == peaks[1] if deferred else peaks[0] < peaks[1]

@@ -10,11 +10,11 @@ import pytest
 from fivefold.core import hardware as machine
 from fivefold.core.plan.plan import PlanOptions, resolve
 from fivefold.launch.processes import Pool
-from fivefold.planner.estimate import rank_memory
 from fivefold.planner.setting import estimate_setting
 from fivefold.rehearse.rank import rehearse_rank
 from fivefold.verify.runs import VerifySettings
 from fivefold.verify.trial import run_trial
+from tests.ranks.priced import planned_bytes
 
 OLMO2 = {"norm_at": "after", "qk_norm": "full"}
 GLM4 = {"norm_at": "both", "rotary_dim": "4", "rope_interleaved": "true", "qkv_bias": "true"}
@@ -177,6 +177,5 @@ def test_a_rank_of_a_family_holds_what_is_planned(
     keys = {"precision": "bf16", "seq": 2048, "microbatches": 4, "set": {"layers": "4", **changes}}
     plan = resolve(PlanOptions("llama-3.1-8b", layout=layout, **{**keys, **said}))
     setting, _ = estimate_setting(machine.load("h200"), "bf16", 0.0, "compiled", 1.0)
-    memory = rank_memory(plan, setting, 0)
-    planned = sum(memory.values()) - memory["context"] - memory["margin"]
+    planned = planned_bytes(plan, setting, 0)
     assert planned == pytest.approx(rehearse_rank(plan, 0, {}).peak, rel=0.005)

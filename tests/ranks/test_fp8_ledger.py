@@ -16,6 +16,7 @@ from fivefold.planner.setting import estimate_setting
 from fivefold.rehearse.job import judged
 from fivefold.rehearse.rank import rehearse_rank
 from tests.ranks.ledger_draws import draw_fp8
+from tests.ranks.priced import planned_bytes
 from tests.ranks.test_ledger_rehearsed import require_priced
 
 COMPILED, _ = estimate_setting(machine.load("h200"), "fp8", 0.0, "compiled", 1.0)
@@ -64,11 +65,6 @@ JOBS: tuple[tuple[str, int, str, int, dict[str, Any]], ...] = (
 )
 
 
-def planned_bytes(plan: Plan, rank: int) -> float:
-    memory = rank_memory(plan, COMPILED, rank)
-    return sum(memory.values()) - memory["context"] - memory["margin"]
-
-
 @pytest.mark.sample(1)
 @pytest.mark.parametrize(("model", "layers", "layout", "rank", "said"), JOBS)
 def test_a_rank_holds_what_is_planned_in_fp8(
@@ -79,7 +75,7 @@ def test_a_rank_holds_what_is_planned_in_fp8(
     plan = resolve(PlanOptions(model, layout=layout, **keys, **said))
     run = rehearse_rank(plan, rank, None)
     assert not judged(plan, [run], {}).astray
-    assert planned_bytes(plan, rank) == pytest.approx(run.peak, rel=0.03)
+    assert planned_bytes(plan, COMPILED, rank) == pytest.approx(run.peak, rel=0.03)
 
 
 def test_weights_in_fp8_are_seen_as_weights() -> None:
@@ -133,7 +129,9 @@ def test_rounded_weights_are_gone_before_weight_gradients(
 ) -> None:
     """Within 1%; with weights of the input gradient beside them it was up to 5% more."""
     plan = gathered_ahead(model, layout, **keys)
-    assert planned_bytes(plan, 0) == pytest.approx(rehearse_rank(plan, 0, None).peak, rel=0.01)
+    assert planned_bytes(plan, COMPILED, 0) == pytest.approx(
+        rehearse_rank(plan, 0, None).peak, rel=0.01
+    )
 
 
 @pytest.mark.sample(0.25)
@@ -142,7 +140,7 @@ def test_codes_on_their_way_are_counted() -> None:
     With blocks values are gathered."""
     both = [gathered_ahead("llama-3.2-1b", "dp=4", recompute="full", **how) for how in ({}, BLOCKS)]
     held = [rehearse_rank(each, 0, None).peak for each in both]
-    planned = [planned_bytes(each, 0) for each in both]
+    planned = [planned_bytes(each, COMPILED, 0) for each in both]
     layer = 2048 * (2048 + 2 * 512) + 2048 * 2048 + 3 * 2048 * 8192
     assert held[0] - held[1] == pytest.approx(1.25 * layer, rel=0.02)
     assert planned[0] - planned[1] == pytest.approx(1.25 * layer, rel=0.02)
@@ -163,9 +161,9 @@ def test_codes_that_are_not_counted_are_missed(
     """Of linears and of experts, which come as codes with blocks too."""
     plan = gathered_ahead(model, layout, recompute="full", **keys)
     held = pytest.approx(rehearse_rank(plan, 0, None).peak, rel=0.01)
-    assert planned_bytes(plan, 0) == held
+    assert planned_bytes(plan, COMPILED, 0) == held
     with patch.object(UnitTable, "_codes_of", lambda self, unit: None):
-        assert planned_bytes(plan, 0) != held
+        assert planned_bytes(plan, COMPILED, 0) != held
 
 
 @pytest.mark.sample(0.25)
@@ -177,4 +175,4 @@ def test_a_random_plan_in_fp8_runs_as_it_is_priced(number: int) -> None:
     rank = plan.layout.rank(pp=number % plan.layout.pp)
     run = rehearse_rank(plan, rank, None)
     assert not judged(plan, [run], {}).astray
-    assert planned_bytes(plan, rank) == pytest.approx(run.peak, rel=0.05)
+    assert planned_bytes(plan, COMPILED, rank) == pytest.approx(run.peak, rel=0.05)

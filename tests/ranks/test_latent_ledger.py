@@ -9,9 +9,9 @@ import pytest
 
 from fivefold.core import hardware as machine
 from fivefold.core.plan.plan import PlanOptions, resolve
-from fivefold.planner.estimate import rank_memory
 from fivefold.planner.setting import estimate_setting
 from fivefold.rehearse.rank import rehearse_rank
+from tests.ranks.priced import planned_bytes
 
 # Few layers as wide as they are: model, layers, layout, rank, and what else. Experts of one node
 # and of two, whose tokens cross once to each.
@@ -35,6 +35,5 @@ def test_a_rank_with_latent_attention_holds_what_is_planned(
     keys = {"precision": precision, "seq": 4096, "microbatches": 8, "set": {"layers": str(layers)}}
     plan = resolve(PlanOptions(model, layout=layout, **{**keys, **said}))
     setting, _ = estimate_setting(machine.load("h200"), precision, 0.0, "compiled", 1.0)
-    memory = rank_memory(plan, setting, rank)
-    planned = sum(memory.values()) - memory["context"] - memory["margin"]
+    planned = planned_bytes(plan, setting, rank)
     assert planned == pytest.approx(rehearse_rank(plan, rank, {}).peak, rel=0.02)

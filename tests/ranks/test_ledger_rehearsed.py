@@ -10,12 +10,11 @@ from fivefold.core import hardware as machine
 from fivefold.core.plan.plan import Plan, PlanOptions, resolve
 from fivefold.core.plan.recipe import Recipe
 from fivefold.model.kernels import varlen
-from fivefold.planner.estimate import rank_memory
 from fivefold.planner.setting import EstimateSetting, estimate_setting
 from fivefold.rehearse.job import judged
 from fivefold.rehearse.rank import rehearse_rank
 from tests.ranks.ledger_draws import NUM_DRAWS, draw
-from tests.ranks.priced import listed_traffic, priced_traffic
+from tests.ranks.priced import listed_traffic, planned_bytes, priced_traffic
 
 COMPILED, _ = estimate_setting(machine.load("h200"), "bf16", 0.0, "compiled", 1.0)
 KEPT = "full-but-attention"
@@ -65,8 +64,7 @@ def test_a_rank_holds_what_is_planned(
     """Within 3%; what a plan may be off at the worst is 5%."""
     options = PlanOptions(model, layout=layout, seq=4096, set={"layers": str(layers)}, **said)
     plan = resolve(options)
-    memory = rank_memory(plan, COMPILED, rank)
-    planned = sum(memory.values()) - memory["context"] - memory["margin"]
+    planned = planned_bytes(plan, COMPILED, rank)
     assert planned == pytest.approx(rehearse_rank(plan, rank, None).peak, rel=0.03)
 
 
@@ -97,8 +95,7 @@ def test_a_random_plan_runs_as_it_is_priced(number: int) -> None:
     rank = plan.layout.rank(pp=number % plan.layout.pp)
     run = rehearse_rank(plan, rank, {})
     assert not judged(plan, [run], {}).astray
-    memory = rank_memory(plan, COMPILED, rank)
-    planned = sum(memory.values()) - memory["context"] - memory["margin"]
+    planned = planned_bytes(plan, COMPILED, rank)
     assert planned == pytest.approx(run.peak, rel=0.05)
 
 
