@@ -9,6 +9,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.commands import in_fork, in_new_process
 from tests.selection import all_cases
@@ -40,7 +41,12 @@ def commands(long: bool) -> list[str]:
 
 
 def works(command: str, tmp_path: Path) -> None:
+    """Run a command of the docs; one for a GPU stops on a machine without one, and for nothing else."""
     done = fivefold(shlex.split(command, comments=True)[1:], tmp_path)
+    if "--device cuda" in command and not torch.cuda.is_available():
+        assert done.returncode == 2
+        assert "this machine has no GPU" in done.stderr, done.stderr
+        return
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip()
     for drawn in (tmp_path / PICTURE).glob("*"):
