@@ -96,10 +96,12 @@ def attended(
 def expected(
     queries: Tensor, pages: LayerPages, lengths: list[tuple[int, int]],
     tables: Tensor, info: AttentionInfo,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """The plain kernel in float64, and the same of the sizes of values."""
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """The plain kernel in float64, the same of the sizes of values, and by how much float32 moves
+    odds."""
     outputs: list[Tensor] = []
     sizes: list[Tensor] = []
+    roundings: list[Tensor] = []
     start = 0
     for (before, tokens), table in zip(lengths, tables, strict=True):
         stop = before + tokens
@@ -110,8 +112,23 @@ def expected(
         rows = queries[start : start + tokens].double()
         outputs.append(attend_sequence(rows, keys, values, info, 0))
         sizes.append(attend_sequence(rows, keys, values.abs(), info, 0))
+        roundings.append(float32_rounding(rows, keys))
         start += tokens
-    return torch.cat(outputs), torch.cat(sizes)
+    return torch.cat(outputs), torch.cat(sizes), torch.cat(roundings)
+
+
+def float32_rounding(queries_THd: Tensor, keys_SKd: Tensor) -> Tensor:
+    """By how much, relative to their sizes, odds and their sums may be off in float32: (T, H, 1).
+
+    A sum of n rounded terms is off by at most λ·√n·2⁻²⁴ of the sum of their sizes, but for a share
+    of 2·exp(−λ²/2) of all sums (Higham and Mary, SIAM J. Sci. Comput. 41, 2019). An odd is off by
+    as much as its score, and so is the sum of odds that divides.
+    """
+    factor, unit, (seq, _, width) = 7.0, 2.0**-24, keys_SKd.shape
+    keys_SHd = keys_SKd.repeat_interleave(queries_THd.shape[1] // keys_SKd.shape[1], dim=1)
+    sizes_THS = torch.einsum("thd,shd->ths", queries_THd.abs(), keys_SHd.abs()) * width**-0.5
+    of_scores = width**0.5 * sizes_THS.amax(-1, keepdim=True)
+    return 2 * factor * unit * (of_scores + seq**0.5)
 
 
 def empty_codes(keys: Tensor, values: Tensor, latent: bool) -> LayerPages:
@@ -180,11 +197,11 @@ def same_attention(
     if codes:
         forget_unseen(pages, tables, lengths, info)
     output = attended(queries, pages, list(lengths), tables, info)
-    exact, weighted = expected(queries, pages, list(lengths), tables, info)
+    exact, weighted, in_float32 = expected(queries, pages, list(lengths), tables, info)
     rounding = 2e-6 * max(1, width / 128) ** 0.5 if dtype == torch.float32 else 2e-2
     if codes:
         # Queries and codes are exact in float16, odds are rounded to it, and the result once.
-        unit = rounding if dtype == torch.float32 else 2.0**-11 + 1e-5
+        unit = in_float32 if dtype == torch.float32 else 2.0**-11 + 1e-5
         finfo = torch.finfo(dtype)
         bound = unit * weighted + 1.01 * finfo.eps / 2 * (exact.abs() + finfo.tiny)
         wrong = ((output.double() - exact).abs() / bound).amax((1, 2))
