@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import json
+import os
 import subprocess
 import sys
 import time
@@ -11,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.gpu import accept, broken, journeys
+from tests.gpu import accept, broken, journeys, on_shared_gpu
 from tests.gpu.journey import Failure, Journey, SharedGpu, Trip, check_numbers, check_record
 
 GOOD = {"step": 2, "loss": 5.0, "norm": 1.0, "mfu": 0.4, "memory_gib": 1.5}
@@ -151,3 +152,18 @@ def test_a_mend_can_be_taken_back(mend: broken.Mend, tmp_path: Path) -> None:
     assert mend.before in text and mend.line not in text
     ast.parse(text)
     assert (broken.ROOT / mend.cpu_test).is_file() and mend.journey in journeys.JOURNEYS
+
+
+def test_a_command_runs_where_ranks_share_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It ends with the command's exit code; all channels are NCCL's own number of them."""
+    environment = {**os.environ, "NCCL_MAX_CTAS": "1"}
+
+    def machine_of(device: str, folder: Path) -> accept.Machine:
+        return accept.Machine("cpu", environment, {})
+
+    monkeypatch.setattr(on_shared_gpu, "machine_of", machine_of)
+    code = "import os, sys; sys.exit(3 + ('NCCL_MAX_CTAS' in os.environ))"
+    for options, expected in (([], 4), (["--all-channels"], 3)):
+        command = ["on_shared_gpu", *options, sys.executable, "-c", code]
+        monkeypatch.setattr(sys, "argv", command)
+        assert on_shared_gpu.main() == expected

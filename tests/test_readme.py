@@ -41,7 +41,7 @@ def commands(long: bool) -> list[str]:
 
 
 def works(command: str, tmp_path: Path) -> None:
-    """Run a command of the docs; one for a GPU stops on a machine without one, and for nothing else."""
+    """Run a command of the docs; without a GPU, one for a GPU stops for that alone."""
     done = fivefold(shlex.split(command, comments=True)[1:], tmp_path)
     if "--device cuda" in command and not torch.cuda.is_available():
         assert done.returncode == 2
