@@ -37,7 +37,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from fivefold import step as step_module
-from fivefold.generate import engine, layout
+from fivefold.generate import engine, layout, sampling
 from fivefold.generate.cache import KvCache
 from fivefold.parallel import transport
 from fivefold.parallel.pipeline import Pipeline
@@ -49,7 +49,7 @@ FILLING = ("in_place", "between", "receive")  # functions of `transport`, by how
 READING = ("send", "pass_on", "gather", "scatter", "total", "exchange")
 KERNELS = (
     *((step_module, "update"), (step_module, "squared_norm"), (step_module, "clip_factor")),
-    *((Pipeline, "run"), (KvCache, "attend"), (engine, "draw_tokens")),
+    *((Pipeline, "run"), (KvCache, "attend"), (sampling, "draw_tokens")),
 )
 Patched = Iterator[tuple[Any, str, Any]]  # owners, names and new values of attributes
 _empty = torch.empty
