@@ -125,9 +125,9 @@ def cache_of_the_wrong_stage() -> AbstractContextManager[object]:
         last, kept[key] = kept.get(key), step
         plain(self, step if last is None or self.first else last)
 
-    def init(self: KvCache, decoder: Decoder, *rest: object) -> None:
+    def init(self: KvCache, decoder: Decoder, *rest: object, **options: object) -> None:
         self.first = decoder.embed is not None
-        make(self, decoder, *rest)
+        make(self, decoder, *rest, **options)
 
     make = KvCache.__init__
     return patch.multiple(KvCache, begin=begin, __init__=init, first=True, create=True)
