@@ -30,7 +30,7 @@ from torch import Tensor
 from fivefold.commands.verify import runnable
 from fivefold.core.errors import RankLost
 from fivefold.core.plan.plan import Plan, PlanOptions, resolve
-from fivefold.generate import layout as layout_module
+from fivefold.generate import engine as engine_module
 from fivefold.generate.cache import KvCache
 from fivefold.launch.processes import Pool
 from fivefold.parallel import pipeline as pipeline_module
@@ -239,13 +239,13 @@ def event_before_the_copy() -> Patch:
 
 def event_in_another_stream() -> Patch:
     """The host waits for a stream that copies nothing."""
-    real = layout_module.alone
+    real = engine_module.alone
 
     def alone(tensor: Tensor) -> Any:
         with patch.object(torch.cuda, "current_stream", torch.cuda.Stream):
             return real(tensor)
 
-    return patch.object(layout_module, "alone", alone)
+    return patch.object(engine_module, "alone", alone)
 
 
 def gradient_buffer_reused_in_flight() -> Patch:
